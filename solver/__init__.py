@@ -1,0 +1,28 @@
+"""Host-side planning with NumPy alone: what a sequence costs, and where its tokens and attention go.
+
+`balance` spreads the sequences of a step over devices and returns a `BalancePlan`.
+"""
+
+from solver._bags import BagLayout as BagLayout
+from solver._bags import BagSpec as BagSpec
+from solver._bags import parse_bags as parse_bags
+from solver._balance import balance as balance
+from solver._cost import CostModel as CostModel
+from solver._plan import BalancePlan as BalancePlan
+from solver._plan import BalanceProblem as BalanceProblem
+from solver._plan_check import validate_plan as validate_plan
+from solver._plan_measure import plan_from_slices as plan_from_slices
+from solver._topology import Topology as Topology
+
+__all__ = [
+    "BagLayout",
+    "BagSpec",
+    "BalancePlan",
+    "BalanceProblem",
+    "CostModel",
+    "Topology",
+    "balance",
+    "parse_bags",
+    "plan_from_slices",
+    "validate_plan",
+]

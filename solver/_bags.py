@@ -1,0 +1,125 @@
+"""Bag specs: how the devices are divided into groups that share sequences.
+
+`g1n2+g2n1+g4n1` is two bags of one device, one bag of two and one bag of four, eight devices in all, in this
+order. When there are more devices, the pattern repeats: each copy is a replica and balances on its own.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int
+
+_TERM = re.compile(r"g(\d+)n(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class BagSpec:
+    """Bags by size; devices are dealt to them consecutively, smallest bags first.
+
+    Args:
+        counts: (devices in a bag, bags of that size) for each size, in any order; kept by ascending size.
+
+    Raises:
+        ValueError: no entry, a size or number below 1, a size given twice.
+    """
+
+    counts: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        if not self.counts or any(size < 1 or number < 1 for size, number in self.counts):
+            raise ValueError(
+                f"BagSpec: at least one bag, sizes and numbers >= 1; got counts={self.counts}. "
+                "g1n8 is eight bags of one device."
+            )
+        repeated = [size for size, times in Counter(size for size, _ in self.counts).items() if times > 1]
+        if repeated:
+            raise ValueError(
+                f"BagSpec: every size once; got g{repeated[0]} more than once in {self.counts}. "
+                "Add up the numbers of bags of one size."
+            )
+        object.__setattr__(self, "counts", tuple(sorted(self.counts)))
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of one replica."""
+        return sum(size * number for size, number in self.counts)
+
+    @property
+    def num_bags(self) -> int:
+        """Bags of one replica."""
+        return sum(number for _, number in self.counts)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Size of every bag of one replica, in device order (ascending)."""
+        return tuple(size for size, number in self.counts for _ in range(number))
+
+    def layout(self, num_devices: int) -> "BagLayout":
+        """Lay the bags out over devices, repeating the pattern when there are more devices than it needs.
+
+        Args:
+            num_devices: all devices; a multiple of this spec's own.
+
+        Returns:
+            First device, size and replica of every bag.
+
+        Raises:
+            ValueError: the devices are not a multiple of the spec's.
+        """
+        if num_devices < 1 or num_devices % self.num_devices:
+            raise ValueError(
+                f"BagSpec.layout: num_devices a multiple of the {self.num_devices} of {self}; "
+                f"got num_devices={num_devices}. Change the bags so that sizes times numbers add up to a divisor."
+            )
+        num_replicas = num_devices // self.num_devices
+        size = np.tile(np.array(self.sizes, np.int64), num_replicas)
+        return BagLayout(
+            first_device=np.cumsum(size) - size,
+            size=size,
+            replica=np.repeat(np.arange(num_replicas), self.num_bags),
+        )
+
+    def __str__(self) -> str:
+        return "+".join(f"g{size}n{number}" for size, number in self.counts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BagLayout:
+    """Every bag over all devices, in device order; arrays have one entry a bag."""
+
+    first_device: Int[np.ndarray, " bags"]
+    size: Int[np.ndarray, " bags"]
+    replica: Int[np.ndarray, " bags"]
+
+    @property
+    def bag_of_device(self) -> Int[np.ndarray, " devices"]:
+        """Bag of every device."""
+        return np.repeat(np.arange(len(self.size)), self.size)
+
+
+def parse_bags(spec: str) -> BagSpec:
+    """Read a bag spec: `g{devices in a bag}n{bags of that size}`, joined by `+`, each size once.
+
+    Args:
+        spec: for example `g1n2+g2n1+g4n1`.
+
+    Returns:
+        The bags, smallest first whatever the order given.
+
+    Raises:
+        TypeError: not a string.
+        ValueError: another syntax, a zero, a size given twice.
+
+    Reference: KnapFormer, arXiv 2508.06001 (compute bags).
+    """
+    if not isinstance(spec, str):
+        raise TypeError(f"parse_bags: spec is a string; got {type(spec).__name__}. Write for example 'g2n4'.")
+    terms = [_TERM.fullmatch(term.strip()) for term in spec.split("+")]
+    if any(term is None for term in terms):
+        raise ValueError(
+            f"parse_bags: g{{size}}n{{number}} terms joined by '+'; got spec={spec!r}. "
+            "Write for example 'g1n2+g2n1+g4n1': two bags of 1 device, one of 2, one of 4."
+        )
+    return BagSpec(tuple((int(term[1]), int(term[2])) for term in terms if term is not None))

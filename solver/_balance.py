@@ -1,0 +1,141 @@
+"""Balance the sequences of a step over devices."""
+
+import numpy as np
+from jaxtyping import Int
+from numpy.typing import ArrayLike
+
+from solver._bags import BagSpec, parse_bags
+from solver._balance_assign import assign_to_bags
+from solver._balance_bounds import lower_bounds
+from solver._balance_slices import cut_heads, cut_tokens, make_parts
+from solver._cost import CostModel
+from solver._plan import BalancePlan, BalanceProblem
+from solver._plan_measure import plan_from_slices
+from solver._topology import Topology
+
+_FLUX_ON_H100 = CostModel(width=3072, gamma=0.4)
+_INT32_MAX = np.iinfo(np.int32).max
+
+
+def balance(
+    lengths: ArrayLike,
+    home: ArrayLike,
+    *,
+    num_devices: int,
+    bags: str | BagSpec | None,
+    cost: CostModel = _FLUX_ON_H100,
+    num_heads: int = 24,
+    text_lengths: ArrayLike | None = None,
+    topology: Topology | None = None,
+) -> BalancePlan:
+    """Decide where every token and every (token, head) of a step goes; global, on the host.
+
+    With bags, a sequence goes to one bag and is cut evenly over its devices: contiguous parts of its text and of
+    its image tokens, and of its heads. Sequences are assigned to bags to minimise the largest load of a bag over
+    its size. Stateless, and the same bits on every host: sums are taken in a fixed order and ties broken by
+    index.
+
+    Args:
+        lengths: tokens of each sequence, text and image together; 0 is allowed.
+        home: device of each sequence as the loader left it.
+        num_devices: devices; a multiple of the bag spec's, each copy of which balances on its own.
+        bags: a bag spec (`g4n8`: eight bags of four devices), or None to leave every sequence whole at home.
+        cost: cost model of a transformer block.
+        num_heads: attention heads.
+        text_lengths: how many tokens of each sequence are text; none when not given.
+        topology: machines of the devices; one machine when not given.
+
+    Returns:
+        Layouts as run-length slices, and what they cost each device.
+
+    Raises:
+        TypeError: bags of another type.
+        ValueError: lengths, homes or text lengths that are not integers, of different shapes or out of range;
+            num_devices or num_heads below 1; a topology of another number of devices; a bad bag spec.
+        NotImplementedError: `bags="auto"`.
+
+    Reference: KnapFormer, arXiv 2508.06001, sections 3.1-3.2. We also search beyond its greedy assignment, and
+    deal heads that a bag's size does not divide.
+    """
+    problem = _check(lengths, home, num_devices, text_lengths, num_heads, cost, topology)
+    if bags is None:
+        layout = BagSpec(((1, num_devices),)).layout(num_devices)
+        bag_of_sequence = problem.home
+    else:
+        layout = _check_bags(bags).layout(num_devices)
+        bag_of_sequence = assign_to_bags(problem, layout)
+    parts = make_parts(bag_of_sequence, layout)
+    return plan_from_slices(
+        problem,
+        cut_tokens(problem, bag_of_sequence, layout, parts),
+        cut_heads(problem, parts),
+        lower_bounds=lower_bounds(problem, layout),
+    )
+
+
+def _check_bags(bags: str | BagSpec) -> BagSpec:
+    if isinstance(bags, BagSpec):
+        return bags
+    if bags == "auto":
+        raise NotImplementedError(
+            "balance: bags is a bag spec or None; got bags='auto', which is not available. "
+            "Give a spec such as 'g8n4', as many devices a bag as the longest sequence needs."
+        )
+    if not isinstance(bags, str):
+        raise TypeError(f"balance: bags is a string, a BagSpec or None; got {type(bags).__name__}.")
+    return parse_bags(bags)
+
+
+def _check(
+    lengths: ArrayLike,
+    home: ArrayLike,
+    num_devices: int,
+    text_lengths: ArrayLike | None,
+    num_heads: int,
+    cost: CostModel,
+    topology: Topology | None,
+) -> BalanceProblem:
+    for name, value in (("num_devices", num_devices), ("num_heads", num_heads)):
+        if value < 1:
+            raise ValueError(f"balance: {name} >= 1; got {name}={value}. Give the number there is.")
+    if topology is None:
+        topology = Topology(1, num_devices)
+    if topology.num_devices != num_devices:
+        raise ValueError(
+            f"balance: topology has num_devices devices; got {topology.num_machines} machines of "
+            f"{topology.devices_per_machine} and num_devices={num_devices}. Make their product equal."
+        )
+    length_array = _integers("lengths", lengths, _INT32_MAX)
+    home_array = _integers("home", home, num_devices - 1)
+    text_array = np.zeros_like(length_array)
+    if text_lengths is not None:
+        text_array = _integers("text_lengths", text_lengths, _INT32_MAX)
+    if not len(length_array) == len(home_array) == len(text_array):
+        raise ValueError(
+            "balance: one home and one text length for every length; got shapes "
+            f"lengths={length_array.shape}, home={home_array.shape}, text_lengths={text_array.shape}."
+        )
+    above = np.flatnonzero(text_array > length_array)
+    if len(above):
+        raise ValueError(
+            f"balance: text_lengths <= lengths; got text_lengths={text_array[above[0]]} of "
+            f"lengths={length_array[above[0]]} at sequence {above[0]}. lengths counts text and image tokens."
+        )
+    return BalanceProblem(length_array, text_array, home_array, num_heads, topology, cost)
+
+
+def _integers(name: str, values: ArrayLike, most: int) -> Int[np.ndarray, " n"]:
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(
+            f"balance: {name} is one-dimensional; got shape {array.shape}. One entry per sequence."
+        )
+    if array.size and array.dtype.kind not in "iu":
+        raise ValueError(
+            f"balance: {name} are integers; got dtype={array.dtype}. Convert them, rounding as you mean."
+        )
+    array = array.astype(np.int64)
+    bad = np.flatnonzero((array < 0) | (array > most))
+    if len(bad):
+        raise ValueError(f"balance: {name} in 0..{most}; got {name}={array[bad[0]]} at sequence {bad[0]}.")
+    return array

@@ -1,0 +1,149 @@
+"""What a pair of layouts costs every device: tokens, attention work and the rows that move between them."""
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from solver._plan import BalancePlan, BalanceProblem
+
+
+def plan_from_slices(
+    problem: BalanceProblem,
+    token_slices: Int[np.ndarray, "token_slices 4"],
+    head_slices: Int[np.ndarray, "head_slices 6"],
+    *,
+    lower_bounds: tuple[float, float],
+) -> BalancePlan:
+    """Make a plan from its layouts: measures every device.
+
+    Args:
+        problem: what the layouts are for.
+        token_slices: token layout, rows sorted by device, sequence, start.
+        head_slices: attention layout, rows sorted by device, sequence, head_start, query_start.
+        lower_bounds: seconds below which no plan under the same rules has its load and its static-shape step.
+
+    Returns:
+        The plan. It is not checked: `validate_plan` does.
+    """
+    num_devices = problem.topology.num_devices
+    sequence, start, stop, device = token_slices.astype(np.int64).T
+    num_tokens = stop - start
+    text = problem.text_lengths[sequence]
+    num_text = np.minimum(stop, text) - np.minimum(start, text)
+    tokens = _sum_by(device, num_tokens, num_devices)
+    attention_work = _attention_work(problem, head_slices)
+    rows, rows_sent, rows_across = _count_rows(problem, token_slices, head_slices)
+    return BalancePlan(
+        lengths=problem.lengths,
+        text_lengths=problem.text_lengths,
+        home=problem.home,
+        num_devices=num_devices,
+        num_heads=problem.num_heads,
+        topology=problem.topology,
+        cost=problem.cost,
+        token_slices=token_slices,
+        head_slices=head_slices,
+        tokens=tokens,
+        text_tokens=_sum_by(device, num_text, num_devices),
+        attention_work=attention_work,
+        load=problem.cost.linear(tokens) + attention_work,
+        rows=rows,
+        rows_sent=rows_sent,
+        rows_across_machines=rows_across,
+        load_lower_bound=lower_bounds[0],
+        step_lower_bound=lower_bounds[1],
+    )
+
+
+def _attention_work(
+    problem: BalanceProblem, head_slices: Int[np.ndarray, "head_slices 6"]
+) -> Float[np.ndarray, " devices"]:
+    """Seconds of attention per device: `4 d gamma / H` for every query-key pair of every head."""
+    sequence, head_start, head_stop, query_start, query_stop, device = head_slices.astype(np.int64).T
+    pairs = (head_stop - head_start) * (query_stop - query_start) * problem.lengths[sequence]
+    pair_s = float(problem.cost.attention(1.0)) / problem.num_heads
+    return np.bincount(device, weights=pairs, minlength=problem.topology.num_devices) * pair_s
+
+
+def _count_rows(
+    problem: BalanceProblem,
+    token_slices: Int[np.ndarray, "token_slices 4"],
+    head_slices: Int[np.ndarray, "head_slices 6"],
+) -> Int[np.ndarray, "3 devices"]:
+    """`rows`, `rows_sent` and `rows_across_machines` of every device.
+
+    A token goes to each device once for every head of its sequence held there. With c(s, e) heads of sequence s
+    on device e, a token of s on device d is sent sum over e of c(s, e), less c(s, d), times; the rows that leave
+    the machine follow in the same way from the heads held on all its devices.
+    """
+    topology = problem.topology
+    num_devices, num_sequences = topology.num_devices, len(problem.lengths)
+    heads = _distinct_heads(head_slices)
+    sequence, device = head_slices[:, 0].astype(np.int64), head_slices[:, -1].astype(np.int64)
+    rows = _sum_by(device, heads * problem.lengths[sequence], num_devices)
+    of_sequence = _sum_by(sequence, heads, num_sequences)
+
+    token_sequence, start, stop, token_device = token_slices.astype(np.int64).T
+    num_tokens = stop - start
+    sent_to = of_sequence[token_sequence]
+    here = _lookup(
+        device * num_sequences + sequence,
+        heads,
+        token_device * num_sequences + token_sequence,
+        presorted=True,
+    )
+    rows_sent = _sum_by(token_device, num_tokens * (sent_to - here), num_devices)
+    if topology.num_machines == 1:
+        return np.stack([rows, rows_sent, np.zeros_like(rows)])
+    in_machine = _lookup(
+        device // topology.devices_per_machine * num_sequences + sequence,
+        heads,
+        token_device // topology.devices_per_machine * num_sequences + token_sequence,
+        presorted=False,
+    )
+    return np.stack(
+        [rows, rows_sent, _sum_by(token_device, num_tokens * (sent_to - in_machine), num_devices)]
+    )
+
+
+def _distinct_heads(head_slices: Int[np.ndarray, "head_slices 6"]) -> Int[np.ndarray, " head_slices"]:
+    """Heads each slice adds to those the slices before it have of the same sequence on the same device.
+
+    Slices of one head with different query ranges share its keys, so a head counts once on a device.
+    """
+    sequence, head_start, head_stop = head_slices[:, :3].astype(np.int64).T
+    device = head_slices[:, -1]
+    if not len(sequence):
+        return head_stop
+    fresh = np.ones(len(sequence), bool)
+    fresh[1:] = (sequence[1:] != sequence[:-1]) | (device[1:] != device[:-1])
+    if fresh.all():
+        return head_stop - head_start
+    # A running maximum of head_stop within each (device, sequence): groups are kept apart by adding more than
+    # any head_stop per group, and slices are sorted, so what a slice's predecessors cover ends at that maximum.
+    base = np.cumsum(fresh) * (int(head_stop.max()) + 1)
+    covered = np.maximum.accumulate(base + head_stop)
+    covered[1:] = np.maximum(covered[:-1] - base[1:], 0)
+    covered[0] = 0
+    return np.maximum(head_stop - np.maximum(head_start, covered), 0)
+
+
+def _lookup(
+    keys: Int[np.ndarray, " m"],
+    values: Int[np.ndarray, " m"],
+    wanted: Int[np.ndarray, " n"],
+    *,
+    presorted: bool,
+) -> Int[np.ndarray, " n"]:
+    """Sum of the values of each wanted key; 0 where there is none."""
+    if not presorted:
+        order = np.argsort(keys, kind="stable")
+        keys, values = keys[order], values[order]
+    upto = np.concatenate([[0], np.cumsum(values)])
+    return upto[np.searchsorted(keys, wanted, side="right")] - upto[np.searchsorted(keys, wanted)]
+
+
+def _sum_by(
+    group: Int[np.ndarray, " n"], values: Int[np.ndarray, " n"], num_groups: int
+) -> Int[np.ndarray, " groups"]:
+    """Sum of the values of each group; float64 inside, exact up to 2**53."""
+    return np.bincount(group, weights=values, minlength=num_groups).astype(np.int64)
