@@ -1,0 +1,47 @@
+# make setup, make train, make test: everything a fresh machine needs. EXTRA=cuda12 installs for GPUs.
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+EXTRA ?= cpu
+WORKDIR ?= runs/quickstart
+CONFIG ?= experiments/configs/quickstart.gin
+ARGS ?=
+
+.PHONY: setup setup-dev train sample evaluate test test-all lint bench wheel clean
+
+setup: $(VENV)/.installed-$(EXTRA)
+setup-dev: $(VENV)/.installed-dev
+
+$(VENV)/.installed-%: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "jaxdit needs Python 3.11 or newer on PATH (or make PYTHON=/path/to/python)" >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	touch $@
+
+train: setup
+	$(BIN)/python -m experiments.train --config $(CONFIG) --workdir $(WORKDIR) $(ARGS)
+
+evaluate: setup
+	$(BIN)/python -m experiments.evaluate --workdir $(WORKDIR) $(ARGS)
+
+lint: setup-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -m "not full" $(ARGS)
+
+test-all: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: setup-dev
+	$(BIN)/python -m experiments.bench $(ARGS)
+
+wheel: setup-dev
+	$(BIN)/python -m build --wheel
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache

@@ -1,0 +1,211 @@
+"""Attention over rows grouped by segment, at a cost of the sum of squared segment lengths.
+
+Rows are (token, head) pairs of one head each; a segment is one head of one sequence, its rows contiguous. Rows are
+cut in blocks of a static size, and each query block visits only the key blocks that hold its segments: a range given as
+data, so one program runs any packing. Nothing of size rows x rows exists.
+
+The work on one pair of blocks is the argument `kernel`, so that a GPU kernel with the same contract can take the place
+of the plain JAX one here.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PackedSegments:
+    """Which rows attend to which, on one device.
+
+    Attributes:
+        query_ids, key_ids: segment of each row; 0 = padding, which attends to nothing and is attended by nothing.
+        key_blocks: for each query block, the half-open range of key blocks that hold its segments.
+        query_blocks: for each key block, the half-open range of query blocks that hold its segments.
+    """
+
+    query_ids: Int[Array, " rows_q"]
+    key_ids: Int[Array, " rows_k"]
+    key_blocks: Int[Array, "blocks_q 2"]
+    query_blocks: Int[Array, "blocks_k 2"]
+
+
+class PackedOutput(NamedTuple):
+    """Output rows in the queries' dtype, and float32 log-sum-exp of scaled logits (-inf where nothing is attended)."""
+
+    out: Float[Array, "rows_q d"]
+    lse: Float[Array, " rows_q"]
+
+
+class PackedKernel(Protocol):
+    """Forward and backward of packed attention on whole row arrays; both see only what `segments` allows."""
+
+    def forward(self, q: Array, k: Array, v: Array, segments: PackedSegments, scale: float) -> PackedOutput:
+        """(rows_q, d), (rows_k, d), (rows_k, d) to output and lse."""
+        ...
+
+    def backward(
+        self, inputs: tuple[Array, Array, Array], saved: PackedOutput, cotangent: PackedOutput,
+        segments: PackedSegments, scale: float,
+    ) -> tuple[Array, Array, Array]:
+        """Gradients of q, k, v in their dtypes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class XlaKernel:
+    """Packed attention in plain JAX: a scan over query blocks, and in it a loop over the block's range of key blocks.
+
+    Runs on any backend. Statistics and accumulators are float32; products take the inputs' dtype.
+    """
+
+    def forward(self, q: Array, k: Array, v: Array, segments: PackedSegments, scale: float) -> PackedOutput:
+        q_blocks, k_blocks, v_blocks, ids = _blocked(q, k, v, segments)
+        block, dim = q_blocks.shape[1:]
+
+        def query_block(_, xs):
+            q_b, q_ids, (start, stop) = xs
+
+            def visit(j, carry):
+                top, total, acc = carry
+                logits = jnp.where(
+                    q_ids[:, None] == ids.keys[j][None, :], _logits(q_b, k_blocks[j], scale), -jnp.inf
+                )
+                new_top = jnp.maximum(top, logits.max(axis=1))
+                # A row with nothing to attend yet has top = -inf; subtract 0 there instead of making NaN.
+                shift = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
+                weights = jnp.exp(logits - shift[:, None])
+                keep = jnp.exp(top - shift)
+                total = total * keep + weights.sum(axis=1)
+                return new_top, total, acc * keep[:, None] + _dot(weights.astype(v.dtype), v_blocks[j])
+
+            zero = jnp.zeros(block, jnp.float32)
+            top, total, acc = lax.fori_loop(
+                start, stop, visit, (zero - jnp.inf, zero, jnp.zeros((block, dim), jnp.float32))
+            )
+            real = (total > 0) & (q_ids > 0)
+            out = jnp.where(real[:, None], acc / jnp.where(real, total, 1.0)[:, None], 0.0)
+            return None, (out.astype(q.dtype), jnp.where(real, top + jnp.log(total), -jnp.inf))
+
+        _, (out, lse) = lax.scan(query_block, None, (q_blocks, ids.queries, segments.key_blocks))
+        return PackedOutput(out.reshape(q.shape), lse.reshape(-1))
+
+    def backward(
+        self, inputs: tuple[Array, Array, Array], saved: PackedOutput, cotangent: PackedOutput,
+        segments: PackedSegments, scale: float,
+    ) -> tuple[Array, Array, Array]:
+        q, k, v = inputs
+        q_blocks, k_blocks, v_blocks, ids = _blocked(q, k, v, segments)
+        d_out = cotangent.out.reshape(q_blocks.shape)
+        # d logits = weights * (d_out . v - shift), shift = d_out . out - d lse: one number a row.
+        shift = jnp.einsum("rd,rd->r", cotangent.out, saved.out, preferred_element_type=jnp.float32)
+        shift = (shift - cotangent.lse).reshape(ids.queries.shape)
+        lse = jnp.where(jnp.isneginf(saved.lse), jnp.inf, saved.lse).reshape(ids.queries.shape)
+
+        def query_block(carry, xs):
+            q_b, q_ids, do_b, shift_b, lse_b, (start, stop) = xs
+
+            def visit(j, carry):
+                dq_b, dk, dv = carry
+                logits = _logits(q_b, k_blocks[j], scale)
+                mask = q_ids[:, None] == ids.keys[j][None, :]
+                weights = jnp.where(mask, jnp.exp(logits - lse_b[:, None]), 0.0)
+                d_logits = weights * (_dot(do_b, v_blocks[j].T) - shift_b[:, None]) * scale
+                d_logits = d_logits.astype(q.dtype)
+                dv = dv.at[j].add(_dot(weights.astype(q.dtype).T, do_b))
+                dk = dk.at[j].add(_dot(d_logits.T, q_b))
+                return dq_b + _dot(d_logits, k_blocks[j]), dk, dv
+
+            dq_b, dk, dv = lax.fori_loop(start, stop, visit, (jnp.zeros(q_b.shape, jnp.float32), *carry))
+            return (dk, dv), dq_b.astype(q.dtype)
+
+        zeros = (jnp.zeros(k_blocks.shape, jnp.float32), jnp.zeros(v_blocks.shape, jnp.float32))
+        (dk, dv), dq = lax.scan(
+            query_block, zeros, (q_blocks, ids.queries, d_out, shift, lse, segments.key_blocks)
+        )
+        return dq.reshape(q.shape), dk.reshape(k.shape).astype(k.dtype), dv.reshape(v.shape).astype(v.dtype)
+
+
+class _Ids(NamedTuple):
+    queries: Array
+    keys: Array
+
+
+def _dot(a: Array, b: Array) -> Array:
+    return lax.dot(a, b, preferred_element_type=jnp.float32)
+
+
+def _logits(q_b: Array, k_b: Array, scale: float) -> Array:
+    return _dot(q_b, k_b.T) * scale
+
+
+def _blocked(q, k, v, segments: PackedSegments):
+    """Rows as (blocks, block, d). Padding queries get an id that no key has."""
+    q_ids = segments.query_ids.reshape(segments.key_blocks.shape[0], -1)
+    k_ids = segments.key_ids.reshape(segments.query_blocks.shape[0], -1)
+    ids = _Ids(jnp.where(q_ids > 0, q_ids, -1), k_ids)
+    k_shape = (*k_ids.shape, k.shape[-1])
+    return q.reshape(*q_ids.shape, q.shape[-1]), k.reshape(k_shape), v.reshape(k_shape), ids
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _packed(kernel: PackedKernel, scale: float, segments: PackedSegments, q, k, v) -> PackedOutput:
+    return kernel.forward(q, k, v, segments, scale)
+
+
+def _packed_fwd(kernel, scale, segments, q, k, v):
+    result = kernel.forward(q, k, v, segments, scale)
+    return result, (segments, (q, k, v), result)
+
+
+def _packed_bwd(kernel, scale, saved, cotangent):
+    segments, inputs, result = saved
+    return None, *kernel.backward(inputs, result, cotangent, segments, scale)
+
+
+_packed.defvjp(_packed_fwd, _packed_bwd)
+
+
+def packed_attention(
+    q: Float[Array, "rows_q d"],
+    k: Float[Array, "rows_k d"],
+    v: Float[Array, "rows_k d"],
+    segments: PackedSegments,
+    *,
+    scale: float | None = None,
+    kernel: PackedKernel | None = None,
+) -> PackedOutput:
+    """Softmax attention of every query row over the key rows of its segment.
+
+    Per device, no communication; computes on the block pairs that `segments` lists and keeps O(rows) memory, in the
+    gradient too (custom VJP that recomputes the weights from `lse`). Both outputs are differentiable.
+
+    Args:
+        q, k, v: rows of one head each; float32 or bfloat16.
+        segments: segment ids and block ranges. Every key row of a query's segment must lie in the query block's range.
+        scale: factor on the logits; d ** -0.5 by default.
+        kernel: the block computation; plain JAX by default.
+
+    Returns:
+        Output rows (zero where a query attends to nothing) and float32 log-sum-exp.
+
+    Raises:
+        ValueError: if rows, ids and blocks disagree.
+    """
+    for name, rows, ids, blocks in (
+        ("q", q, segments.query_ids, segments.key_blocks),
+        ("k", k, segments.key_ids, segments.query_blocks),
+    ):
+        if rows.shape[0] != ids.shape[0] or blocks.shape[0] == 0 or rows.shape[0] % blocks.shape[0]:
+            raise ValueError(
+                f"packed_attention: {name} has one id a row and whole blocks; got rows={rows.shape[0]},"
+                f" ids={ids.shape[0]}, blocks={blocks.shape[0]}. Pad the rows to a multiple of the block size."
+            )
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    return _packed(kernel or XlaKernel(), scale, segments, q, k, v)

@@ -1,0 +1,120 @@
+"""Where the rows of every attention work item lie on its device.
+
+An item is one (sequence, head): its rows are contiguous, it is a sequence with one head. A device computes attention
+block by block (`block` rows at a time), and a block that holds parts of several long items would visit the keys of
+all of them. So rows are placed by two rules:
+
+* an item of at least `block` rows starts on a block boundary and takes whole blocks;
+* shorter items are rounded up to a multiple of `_ROUND` rows, and items of the same rounded length share blocks
+  without crossing a boundary, `block // rounded` of them in each.
+
+The position of row j of the k-th head of a class is then an affine formula with one division,
+
+    base + (k // per_group) * group + (k % per_group) * stride + j
+
+with per_group = 1 and stride = group for long items, and group = block for short ones. A table of six integers per
+head slice describes all its rows, and the device expands it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ROUND = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Rows of head slices on their devices, one entry per head slice (arrays of shape (num_slices,), int64)."""
+
+    base: NDArray[np.int64]
+    first: NDArray[np.int64]  # k of the slice's first head within its class
+    per_group: NDArray[np.int64]
+    group: NDArray[np.int64]
+    stride: NDArray[np.int64]
+    rows_per_device: NDArray[np.int64]  # (num_devices,), a multiple of the block
+
+    def fields(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The five integers (base, first, per_group, group, stride) of the given slices: shape (n, 5)."""
+        return np.stack(
+            [self.base[index], self.first[index], self.per_group[index], self.group[index], self.stride[index]], -1
+        )
+
+
+def place_rows(
+    device: NDArray[np.int64], heads: NDArray[np.int64], rows: NDArray[np.int64], *, num_devices: int, block: int
+) -> Placement:
+    """Place `heads[i]` items of `rows[i]` rows each on `device[i]`, in the order given within a class.
+
+    Args:
+        device: (n,) device of each head slice.
+        heads: (n,) number of heads in the slice; each is an item.
+        rows: (n,) rows of one item, at least 1.
+        num_devices: number of devices.
+        block: attention block size in rows; a multiple of 8.
+
+    Returns:
+        The placement; a device without items has no rows.
+    """
+    rounded = np.where(rows >= block, -(-rows // block) * block, -(-rows // _ROUND) * _ROUND)
+    per_group = np.maximum(block // rounded, 1)
+    group = np.maximum(rounded, block)
+    # One class per (device, rounded length); classes of a device follow each other, longest first.
+    order = np.lexsort((np.arange(len(rows)), -rounded, device))
+    is_new = np.ones(len(rows), bool)
+    is_new[1:] = (np.diff(device[order]) != 0) | (np.diff(rounded[order]) != 0)
+    class_of_sorted = np.cumsum(is_new) - 1
+    heads_before = np.cumsum(heads[order]) - heads[order]
+    starts = np.flatnonzero(is_new)
+    class_heads = np.add.reduceat(heads[order], starts) if len(starts) else np.zeros(0, np.int64)
+    first = heads_before - heads_before[starts][class_of_sorted]
+    class_rows = -(-class_heads // per_group[order][starts]) * group[order][starts]
+    class_device = device[order][starts]
+    rows_per_device = np.bincount(class_device, weights=class_rows, minlength=num_devices).astype(np.int64)
+    base_of_class = np.cumsum(class_rows) - class_rows
+    device_base = np.cumsum(rows_per_device) - rows_per_device
+    base_of_class -= device_base[class_device]
+
+    inverse = np.empty(len(rows), np.int64)
+    inverse[order] = np.arange(len(rows))
+    return Placement(
+        base=base_of_class[class_of_sorted][inverse],
+        first=first[inverse],
+        per_group=per_group,
+        group=group,
+        stride=rounded,
+        rows_per_device=rows_per_device,
+    )
+
+
+def block_ranges(
+    of: Placement, to: Placement, device: NDArray[np.int64], heads: NDArray[np.int64], *, num_devices: int, block: int
+) -> list[NDArray[np.int32]]:
+    """For each block of layout `of`, the half-open range of blocks of layout `to` that its items need.
+
+    Both placements describe the same head slices (queries and keys of the same items). Returns one (blocks, 2) array
+    per device; a block without items has an empty range. Items sharing a block make it visit the hull of their ranges.
+    """
+    slice_of_item = np.repeat(np.arange(len(heads)), heads)
+    head_of_item = np.arange(len(slice_of_item)) - np.repeat(np.cumsum(heads) - heads, heads)
+
+    def first_and_count(p: Placement) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        k = p.first[slice_of_item] + head_of_item
+        start = p.base[slice_of_item] + (k // p.per_group[slice_of_item]) * p.group[slice_of_item]
+        return start // block, p.group[slice_of_item] // block
+
+    of_first, of_count = first_and_count(of)
+    to_first, to_count = first_and_count(to)
+    num_blocks = of.rows_per_device // block
+    offset = np.cumsum(num_blocks) - num_blocks
+    item = np.repeat(np.arange(len(of_first)), of_count)
+    within = np.arange(len(item)) - np.repeat(np.cumsum(of_count) - of_count, of_count)
+    where = offset[device[slice_of_item[item]]] + of_first[item] + within
+    total = int(num_blocks.sum())
+    low = np.full(total, np.iinfo(np.int32).max, np.int64)
+    high = np.zeros(total, np.int64)
+    np.minimum.at(low, where, to_first[item])
+    np.maximum.at(high, where, to_first[item] + to_count[item])
+    ranges = np.stack([np.minimum(low, high), high], -1).astype(np.int32)
+    return np.split(ranges, np.cumsum(num_blocks)[:-1]) if num_devices else []

@@ -1,0 +1,196 @@
+"""Static sizes of a step's arrays: the capacities a compiled program has, and how they grow.
+
+A program is compiled for a capacity. Every plan whose needs fit runs in it; a plan that does not fit makes the
+capacity grow, which compiles a new program. Growth adds headroom, generously where an unused slot costs nothing (tables
+of runs, exchange buffers of rows that are never touched) and sparingly where it costs compute (tokens).
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from solver._layout import StepLayout
+from solver._routes import Route
+
+# Rows of the token layout are padded to a multiple of this, so that matrix products keep full tiles.
+TOKEN_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RouteCapacity:
+    """Sizes of a route on one device: rows in its buffers, runs in its tables, copies made of a row.
+
+    Attributes:
+        send, recv: rows in the send and receive buffers.
+        pair: most rows from one device to one other; the padded exchange sends this many to each.
+        send_runs, recv_runs, stay_runs: table lengths.
+        copies: devices that one row can go to.
+    """
+
+    send: int
+    recv: int
+    pair: int
+    send_runs: int
+    recv_runs: int
+    stay_runs: int
+    copies: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepCapacity:
+    """Sizes of a step's arrays on one device (`sequences`: of the whole step).
+
+    Attributes:
+        sequences: rows of per-sequence tables.
+        home_text, home_image: tokens in home layout.
+        text, image: tokens in token layout.
+        query_rows, key_rows: rows in attention layout, multiples of the block.
+        items: head slices.
+        text_route, image_route: home to token layout.
+        key_route: token to attention layout; moves q, k and v unless `query_route` exists.
+        query_route: the queries' and outputs' own route, in programs that can run divided items.
+        block: attention block size in rows.
+    """
+
+    sequences: int
+    home_text: int
+    home_image: int
+    text: int
+    image: int
+    query_rows: int
+    key_rows: int
+    items: int
+    text_route: RouteCapacity
+    image_route: RouteCapacity
+    key_route: RouteCapacity
+    query_route: RouteCapacity | None
+    block: int
+
+    def fits(self, needs: "StepCapacity") -> bool:
+        """Whether a step with these needs runs in a program of this capacity."""
+        return self.grown(needs) == self
+
+    def grown(self, needs: "StepCapacity") -> "StepCapacity":
+        """The smallest bucketed capacity that holds both; `self` if the needs fit already."""
+        if needs.block != self.block:
+            raise ValueError(
+                "StepCapacity.grown: capacities of one program have one attention block size;"
+                f" got block={self.block} and block={needs.block}. Make both layouts with the same block."
+            )
+        return _merge(self, needs)
+
+
+# Headroom by field: what an unused slot costs decides it.
+_HEADROOM = {"text": 1.02, "image": 1.02, "query_rows": 1.05, "key_rows": 1.05, "sequences": 1.1, "copies": 1.0}
+_DEFAULT_HEADROOM = 1.2
+_ALIGNMENT = {"text": TOKEN_ALIGNMENT, "image": TOKEN_ALIGNMENT}
+
+
+def bucket(need: int, *, headroom: float = 1.0, alignment: int = 1) -> int:
+    """Round up to one of about 32 sizes an octave, after headroom, and to a multiple of `alignment`."""
+    want = max(int(np.ceil(need * headroom)), 1)
+    step = max(1 << max(want.bit_length() - 6, 0), alignment)
+    step = -(-step // alignment) * alignment
+    return -(-want // step) * step
+
+
+def _merge(current, needs):
+    changes = {}
+    for field in dataclasses.fields(needs):
+        name = field.name
+        have, want = getattr(current, name), getattr(needs, name)
+        if isinstance(want, RouteCapacity):
+            changes[name] = want_route(want) if have is None else _merge(have, want)
+        elif want is not None and name != "block" and want > have:
+            changes[name] = _bucketed(name, want, needs)
+    return dataclasses.replace(current, **changes) if changes else current
+
+
+def want_route(needs: RouteCapacity) -> RouteCapacity:
+    """A route capacity bucketed from its needs."""
+    return RouteCapacity(
+        **{f.name: _bucketed(f.name, getattr(needs, f.name), needs) for f in dataclasses.fields(needs)}
+    )
+
+
+def _bucketed(name: str, want: int, owner) -> int:
+    alignment = owner.block if name in ("query_rows", "key_rows") else _ALIGNMENT.get(name, 1)
+    return bucket(want, headroom=_HEADROOM.get(name, _DEFAULT_HEADROOM), alignment=alignment)
+
+
+def capacity_for(needs: Iterable[StepCapacity]) -> StepCapacity:
+    """The bucketed capacity that holds all of the given needs, with headroom.
+
+    Raises:
+        ValueError: if `needs` is empty.
+    """
+    needs = list(needs)
+    if not needs:
+        raise ValueError("capacity_for: needs at least one step to size a program for; got none.")
+    largest = needs[0]
+    for other in needs[1:]:
+        largest = _largest(largest, other)
+    changes = {}
+    for field in dataclasses.fields(largest):
+        value = getattr(largest, field.name)
+        if isinstance(value, RouteCapacity):
+            changes[field.name] = want_route(value)
+        elif value is not None and field.name != "block":
+            changes[field.name] = _bucketed(field.name, value, largest)
+    return dataclasses.replace(largest, **changes)
+
+
+def _largest(a, b):
+    if a is None or b is None:
+        return a if b is None else b
+    return type(a)(
+        **{
+            f.name: _largest(getattr(a, f.name), getattr(b, f.name))
+            if dataclasses.is_dataclass(getattr(a, f.name)) or getattr(a, f.name) is None
+            else max(getattr(a, f.name), getattr(b, f.name))
+            for f in dataclasses.fields(a)
+        }
+    )
+
+
+def route_needs(route: Route) -> RouteCapacity:
+    """Exact needs of a route: the largest over devices of each size."""
+    sent = route.sent()
+    leaves = route.source != route.target
+    count = lambda device, mask: int(np.bincount(device[mask], minlength=1).max(initial=0))  # noqa: E731
+    return RouteCapacity(
+        send=int(sent.sum(1).max(initial=0)),
+        recv=int(sent.sum(0).max(initial=0)),
+        pair=int(sent.max(initial=0)),
+        send_runs=count(route.source, leaves),
+        recv_runs=count(route.target, leaves),
+        stay_runs=count(route.source, ~leaves),
+        copies=int(route.copy.max(initial=0)) + 1,
+    )
+
+
+def step_needs(layout: StepLayout) -> StepCapacity:
+    """Exact needs of one step's layout: what a program must hold to run it."""
+
+    def tokens(intervals) -> int:
+        per_device = np.bincount(intervals.device, weights=intervals.length, minlength=1)
+        return int(per_device.max(initial=0))
+
+    device = layout.plan.head_slices[:, 5]
+    return StepCapacity(
+        sequences=len(layout.plan.lengths),
+        home_text=tokens(layout.home_text),
+        home_image=tokens(layout.home_image),
+        text=tokens(layout.text),
+        image=tokens(layout.image),
+        query_rows=int(layout.query_placement.rows_per_device.max(initial=0)),
+        key_rows=int(layout.key_placement.rows_per_device.max(initial=0)),
+        items=int(np.bincount(device, minlength=1).max(initial=0)),
+        text_route=route_needs(layout.text_route),
+        image_route=route_needs(layout.image_route),
+        key_route=route_needs(layout.key_route),
+        query_route=route_needs(layout.query_route) if layout.splits_items else None,
+        block=layout.block,
+    )

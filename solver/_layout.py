@@ -1,0 +1,168 @@
+"""The layouts of one step, and the routes between them, made from a plan."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solver._attention_layout import Placement, block_ranges, place_rows
+from solver._plan import BalancePlan
+from solver._routes import HeadItems, Intervals, Route, head_route, pack_intervals, token_route
+
+Int = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """Everything about where rows lie and move in one step, for all devices; derived from the plan alone.
+
+    Attributes:
+        plan: the plan.
+        block: attention block size in rows.
+
+    The derived fields are computed once, on first use. Text and image streams are separate in home and token layout;
+    the attention layout has one region of rows for queries and one for keys, the same one unless the plan splits
+    items by query range (`splits_items`).
+    """
+
+    plan: BalancePlan
+    block: int
+
+    @cached_property
+    def text_lengths(self) -> Int:
+        return np.asarray(self.plan.text_lengths, np.int64)
+
+    @cached_property
+    def image_lengths(self) -> Int:
+        return np.asarray(self.plan.lengths, np.int64) - self.text_lengths
+
+    def _home(self, lengths: Int) -> Intervals:
+        sequence = np.arange(len(lengths))
+        home = np.asarray(self.plan.home, np.int64)
+        return pack_intervals(sequence, np.zeros_like(lengths), lengths, home, self.plan.num_devices)
+
+    @cached_property
+    def home_text(self) -> Intervals:
+        return self._home(self.text_lengths)
+
+    @cached_property
+    def home_image(self) -> Intervals:
+        return self._home(self.image_lengths)
+
+    @cached_property
+    def text(self) -> Intervals:
+        sequence, start, stop, device = np.asarray(self.plan.token_slices, np.int64).T
+        text = self.text_lengths[sequence]
+        return pack_intervals(
+            sequence, np.minimum(start, text), np.minimum(stop, text), device, self.plan.num_devices
+        )
+
+    @cached_property
+    def image(self) -> Intervals:
+        sequence, start, stop, device = np.asarray(self.plan.token_slices, np.int64).T
+        text = self.text_lengths[sequence]
+        return pack_intervals(
+            sequence, np.maximum(start - text, 0), np.maximum(stop - text, 0), device, self.plan.num_devices
+        )
+
+    @cached_property
+    def _head_slices(self) -> Int:
+        slices = np.asarray(self.plan.head_slices, np.int64)
+        return slices[np.lexsort((slices[:, 3], slices[:, 1], slices[:, 0], slices[:, 5]))]
+
+    @cached_property
+    def splits_items(self) -> bool:
+        """Whether some item's queries are divided, so that queries and keys need layouts of their own."""
+        sequence, _, _, start, stop, _ = self._head_slices.T
+        return bool(np.any(stop - start != np.asarray(self.plan.lengths)[sequence]))
+
+    def _place(self, rows: Int) -> Placement:
+        _, head_start, head_stop, _, _, device = self._head_slices.T
+        return place_rows(
+            device, head_stop - head_start, rows, num_devices=self.plan.num_devices, block=self.block
+        )
+
+    @cached_property
+    def key_placement(self) -> Placement:
+        return self._place(np.asarray(self.plan.lengths, np.int64)[self._head_slices[:, 0]])
+
+    @cached_property
+    def query_placement(self) -> Placement:
+        if not self.splits_items:
+            return self.key_placement
+        return self._place(self._head_slices[:, 4] - self._head_slices[:, 3])
+
+    def items(self, *, keys: bool) -> HeadItems:
+        """The head slices as route targets: whole sequences for keys, the query range for queries."""
+        sequence, head_start, head_stop, start, stop, device = self._head_slices.T
+        if not keys:
+            return HeadItems(
+                sequence, head_start, head_stop, start, stop, device, 0 * start, self.query_placement
+            )
+        # The parts of a divided item each hold all its keys: number them, so that gradients can be added up.
+        order = np.lexsort((start, head_start, sequence))
+        same = np.zeros(len(order), np.int64)
+        same[1:] = (np.diff(sequence[order]) == 0) & (np.diff(head_start[order]) == 0)
+        run_start = np.maximum.accumulate(np.where(same == 0, np.arange(len(order)), 0))
+        copy = np.empty(len(order), np.int64)
+        copy[order] = np.arange(len(order)) - run_start
+        lengths = np.asarray(self.plan.lengths, np.int64)[sequence]
+        return HeadItems(
+            sequence, head_start, head_stop, 0 * start, lengths, device, copy, self.key_placement
+        )
+
+    @cached_property
+    def text_route(self) -> Route:
+        return self._token_route(self.home_text, self.text)
+
+    @cached_property
+    def image_route(self) -> Route:
+        return self._token_route(self.home_image, self.image)
+
+    def _token_route(self, home: Intervals, token: Intervals) -> Route:
+        return token_route(
+            home, token, num_sequences=len(self.plan.lengths), num_devices=self.plan.num_devices
+        )
+
+    def _head_route(self, *, keys: bool) -> Route:
+        return head_route(
+            self.text,
+            self.image,
+            self.text_lengths,
+            self.items(keys=keys),
+            num_heads=self.plan.num_heads,
+            num_devices=self.plan.num_devices,
+        )
+
+    @cached_property
+    def key_route(self) -> Route:
+        return self._head_route(keys=True)
+
+    @cached_property
+    def query_route(self) -> Route:
+        return self._head_route(keys=False) if self.splits_items else self.key_route
+
+    @cached_property
+    def key_blocks(self) -> list[NDArray[np.int32]]:
+        """Per device: for each query block, the half-open range of key blocks it needs."""
+        return self._ranges(self.query_placement, self.key_placement)
+
+    @cached_property
+    def query_blocks(self) -> list[NDArray[np.int32]]:
+        """Per device: for each key block, the half-open range of query blocks that need it."""
+        if not self.splits_items:
+            return self.key_blocks
+        return self._ranges(self.key_placement, self.query_placement)
+
+    def _ranges(self, of: Placement, to: Placement) -> list[NDArray[np.int32]]:
+        _, head_start, head_stop, _, _, device = self._head_slices.T
+        heads = head_stop - head_start
+        return block_ranges(of, to, device, heads, num_devices=self.plan.num_devices, block=self.block)
+
+    def item_table(self, *, keys: bool) -> tuple[Int, Int]:
+        """(num_slices,) device and (num_slices, 7) placement fields, heads, rows of one item; sorted by device."""
+        items = self.items(keys=keys)
+        fields = items.placement.fields(np.arange(len(items.device)))
+        shape = np.stack([items.head_stop - items.head_start, items.stop - items.start], -1)
+        return items.device, np.concatenate([fields, shape], -1)

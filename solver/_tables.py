@@ -1,0 +1,160 @@
+"""A step's tables: its routes and items as padded int32 arrays, one row a device, ready for the compiled program.
+
+Both are named tuples, so that JAX sees pytrees of arrays without this package knowing JAX.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solver._capacity import RouteCapacity, StepCapacity, step_needs
+from solver._layout import StepLayout
+from solver._routes import Route
+
+Int32 = NDArray[np.int32]
+
+
+class ExchangeTables(NamedTuple):
+    """A route as arrays with leading axis the listed devices; unused entries are zero (a run of no rows).
+
+    Attributes:
+        send_runs: (devices, runs, 4) a_start, heads, length, copy of rows that leave, in send-buffer order.
+        recv_runs: (devices, runs, 7) base, first, per_group, group, stride, heads, length of rows that arrive.
+        stay_runs: (devices, runs, 9) a_start, heads, length, copy, base, first, per_group, group, stride.
+        peers: (devices, 4, num_devices) rows sent to each peer; rows received from each; where the rows sent start
+            in the peer's receive buffer; where rows sent back start in the peer's send buffer.
+    """
+
+    send_runs: Int32
+    recv_runs: Int32
+    stay_runs: Int32
+    peers: Int32
+
+
+class StepTables(NamedTuple):
+    """All tables of a step; arrays with leading axis the listed devices.
+
+    Attributes:
+        text, image: home to token layout.
+        keys: token to attention layout, for q, k and v, or for k and v if `queries` is given.
+        queries: token to attention layout for queries (and back for outputs) when items may be divided.
+        key_items, query_items: (devices, items, 7) base, first, per_group, group, stride, heads, rows of each item.
+        key_blocks: (devices, query_rows // block, 2) key blocks that each query block needs, half open.
+        query_blocks: (devices, key_rows // block, 2) query blocks that need each key block, half open.
+    """
+
+    text: ExchangeTables
+    image: ExchangeTables
+    keys: ExchangeTables
+    queries: ExchangeTables | None
+    key_items: Int32
+    query_items: Int32
+    key_blocks: Int32
+    query_blocks: Int32
+
+
+def _grouped(group: NDArray, values: NDArray, wanted: NDArray, capacity: int) -> Int32:
+    """Rows of `values`, sorted by `group`, as one padded (capacity, k) table for each wanted group."""
+    start = np.searchsorted(group, wanted)
+    count = np.searchsorted(group, wanted, side="right") - start
+    out = np.zeros((len(wanted), capacity, values.shape[1]), np.int32)
+    owner = np.repeat(np.arange(len(wanted)), count)
+    within = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
+    out[owner, within] = values[start[owner] + within]
+    return out
+
+
+def exchange_tables(
+    route: Route, capacity: RouteCapacity, devices: Sequence[int], *, text_capacity: int = 0
+) -> ExchangeTables:
+    """The tables of one route for `devices`.
+
+    Args:
+        route: the route, over all devices.
+        capacity: sizes the route must fit; `route_needs(route)` is the least.
+        devices: devices to make tables for (those of this process).
+        text_capacity: rows of text before the image rows in layout A, when the route moves both streams.
+    """
+    wanted = np.asarray(devices, np.int64)
+    a_start = route.a_start + route.in_image * (text_capacity * route.num_heads)
+    leaves = route.source != route.target
+    near = np.stack([a_start, route.heads, route.length, route.copy], -1)
+    shape = np.stack([route.heads, route.length], -1)
+    far = np.concatenate([route.b_fields, shape], -1)
+
+    def of(group, values, mask, size):
+        return _grouped(group[mask], values[mask], wanted, size)
+
+    # Sorted by (source, target) already; a stable sort by target gives (target, source) in the same inner order.
+    by_target = np.argsort(route.target, kind="stable")
+    sent = route.sent()
+    there = np.cumsum(sent, axis=0) - sent
+    back = np.cumsum(sent, axis=1) - sent
+    return ExchangeTables(
+        send_runs=of(route.source, near, leaves, capacity.send_runs),
+        recv_runs=of(route.target[by_target], far[by_target], leaves[by_target], capacity.recv_runs),
+        stay_runs=of(
+            route.source, np.concatenate([near, route.b_fields], -1), ~leaves, capacity.stay_runs
+        ),
+        peers=np.stack([sent, sent.T, there, back.T], 1)[wanted].astype(np.int32),
+    )
+
+
+def step_tables(layout: StepLayout, capacity: StepCapacity, devices: Sequence[int] | None = None) -> StepTables:
+    """The tables of a step for `devices` (all by default), padded to `capacity`.
+
+    Raises:
+        ValueError: if the layout does not fit the capacity; the message names the first size that is too small.
+    """
+    _check_fits(layout, capacity)
+    wanted = np.asarray(range(layout.plan.num_devices) if devices is None else devices, np.int64)
+
+    def items(*, keys: bool) -> Int32:
+        device, table = layout.item_table(keys=keys)
+        return _grouped(device, table, wanted, capacity.items)
+
+    def blocks(ranges: list[Int32], rows: int) -> Int32:
+        out = np.zeros((len(wanted), rows // capacity.block, 2), np.int32)
+        for i, device in enumerate(wanted):
+            out[i, : len(ranges[device])] = ranges[device]
+        return out
+
+    queries = None
+    if capacity.query_route is not None:
+        queries = exchange_tables(
+            layout.query_route, capacity.query_route, wanted, text_capacity=capacity.text
+        )
+    return StepTables(
+        text=exchange_tables(layout.text_route, capacity.text_route, wanted),
+        image=exchange_tables(layout.image_route, capacity.image_route, wanted),
+        keys=exchange_tables(layout.key_route, capacity.key_route, wanted, text_capacity=capacity.text),
+        queries=queries,
+        key_items=items(keys=True),
+        query_items=items(keys=False),
+        key_blocks=blocks(layout.key_blocks, capacity.query_rows),
+        query_blocks=blocks(layout.query_blocks, capacity.key_rows),
+    )
+
+
+def _check_fits(layout: StepLayout, capacity: StepCapacity) -> None:
+    too_small = _first_too_small(capacity, step_needs(layout))
+    if too_small:
+        name, have, want = too_small
+        raise ValueError(
+            f"step_tables: a step must fit its capacity; got {name}={have} and the step needs {want}."
+            " Use capacity.grown(step_needs(layout)), which compiles a larger program."
+        )
+
+
+def _first_too_small(capacity, needs, prefix: str = "") -> tuple[str, int, int] | None:
+    for name in type(needs).__slots__:
+        have, want = getattr(capacity, name), getattr(needs, name)
+        if isinstance(want, RouteCapacity):
+            found = (prefix + name, 0, 1) if have is None else _first_too_small(have, want, f"{name}.")
+            if found:
+                return found
+        elif want is not None and (have < want or (name == "block" and have != want)):
+            return prefix + name, have, want
+    return None
