@@ -1,0 +1,29 @@
+"""Diffusion transformers on packed rows: arrays of tokens with segment ids, no batch dimension."""
+
+from ._gather import rows_of_sequences as rows_of_sequences
+from ._mmdit import MMDiT as MMDiT
+from ._mmdit_config import FLUX_DEV as FLUX_DEV
+from ._mmdit_config import FLUX_SCHNELL as FLUX_SCHNELL
+from ._mmdit_config import MMDiTConfig as MMDiTConfig
+from ._rows import Attention as Attention
+from ._rows import ImageLabelRows as ImageLabelRows
+from ._rows import ImageTextRows as ImageTextRows
+from ._rows import LayerScan as LayerScan
+from ._scan import ATTENTION_NAME as ATTENTION_NAME
+from ._scan import REMAT_POLICIES as REMAT_POLICIES
+from ._scan import scan_layers as scan_layers
+
+__all__ = [
+    "ATTENTION_NAME",
+    "FLUX_DEV",
+    "FLUX_SCHNELL",
+    "REMAT_POLICIES",
+    "Attention",
+    "ImageLabelRows",
+    "ImageTextRows",
+    "LayerScan",
+    "MMDiT",
+    "MMDiTConfig",
+    "rows_of_sequences",
+    "scan_layers",
+]
