@@ -1,0 +1,66 @@
+"""Data of mixed sizes: sources, the step sampler, readers and the loader.
+
+A `Source` is a random-access set of captioned sequences whose sizes are known up front; a `StepSampler` says
+which of them form step t; a `StepReader` reads those at home on this process's devices; `make_loader` reads
+ahead; `collate_home` makes fixed-size arrays. The step is the only position there is.
+"""
+
+from experiments.data._bad import BadLimit as BadLimit
+from experiments.data._bad import BadTally as BadTally
+from experiments.data._collate import HomeBatch as HomeBatch
+from experiments.data._collate import collate_home as collate_home
+from experiments.data._loader import StepLoader as StepLoader
+from experiments.data._loader import make_loader as make_loader
+from experiments.data._quickstart import DIGIT_SIZES as DIGIT_SIZES
+from experiments.data._quickstart import DIGIT_WORDS as DIGIT_WORDS
+from experiments.data._quickstart import ClipSource as ClipSource
+from experiments.data._quickstart import Digits as Digits
+from experiments.data._quickstart import DigitSource as DigitSource
+from experiments.data._quickstart import PhotoSource as PhotoSource
+from experiments.data._quickstart import draw_digit as draw_digit
+from experiments.data._quickstart import handwritten_digits as handwritten_digits
+from experiments.data._quickstart import quickstart_sources as quickstart_sources
+from experiments.data._reader import Sampler as Sampler
+from experiments.data._reader import StepReader as StepReader
+from experiments.data._rows import frames_from_rows as frames_from_rows
+from experiments.data._rows import grid_positions as grid_positions
+from experiments.data._rows import rows_from_frames as rows_from_frames
+from experiments.data._rows import snap_grid as snap_grid
+from experiments.data._sampler import StepSampler as StepSampler
+from experiments.data._types import BadSampleError as BadSampleError
+from experiments.data._types import DataError as DataError
+from experiments.data._types import Source as Source
+from experiments.data._types import StepData as StepData
+from experiments.data._types import StepIndex as StepIndex
+from experiments.data._types import SteppedSource as SteppedSource
+
+__all__ = [
+    "DIGIT_SIZES",
+    "DIGIT_WORDS",
+    "BadLimit",
+    "BadSampleError",
+    "BadTally",
+    "ClipSource",
+    "DataError",
+    "DigitSource",
+    "Digits",
+    "HomeBatch",
+    "PhotoSource",
+    "Sampler",
+    "Source",
+    "StepData",
+    "StepIndex",
+    "StepLoader",
+    "StepReader",
+    "StepSampler",
+    "SteppedSource",
+    "collate_home",
+    "draw_digit",
+    "frames_from_rows",
+    "grid_positions",
+    "handwritten_digits",
+    "make_loader",
+    "quickstart_sources",
+    "rows_from_frames",
+    "snap_grid",
+]

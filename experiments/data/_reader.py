@@ -1,0 +1,131 @@
+"""Reading the part of a step that lives on this process's devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from experiments.data._bad import BadLimit, BadTally
+from experiments.data._types import BadSampleError, Source, StepData, StepIndex, TextRows
+
+
+class Sampler(Protocol):
+    """What a reader needs: sources, and the sequences of any step."""
+
+    sources: tuple[Source, ...]
+
+    def step(self, t: int) -> StepIndex:
+        """The sequences of step t."""
+        ...
+
+
+class StepReader:
+    """Reads the sequences of a step whose home is one of this process's devices; others are not touched.
+
+    A sample that cannot be decoded keeps its place: zero rows, loss weight 0, lengths as planned, so every
+    process still agrees on the step. It is counted and logged by name.
+
+    Args:
+      sampler: a `StepSampler` or `ValidationSampler`.
+      local_devices: global ids of this process's devices.
+      num_devices: devices of the run.
+      bad_limit: when unreadable samples stop the run.
+
+    Raises:
+      ValueError: a device id that is repeated or not below num_devices, or sources of different widths.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        *,
+        local_devices: Sequence[int],
+        num_devices: int,
+        bad_limit: BadLimit | None = None,
+    ):
+        self.sampler = sampler
+        self.local_devices = tuple(int(d) for d in local_devices)
+        self.num_devices = num_devices
+        valid = set(range(num_devices))
+        if not set(self.local_devices) <= valid or len(set(self.local_devices)) < len(self.local_devices):
+            raise ValueError(
+                f"StepReader: local_devices must be distinct and below num_devices; got local_devices="
+                f"{list(self.local_devices)}, num_devices={num_devices}."
+            )
+        self.channels, self.text_channels, self.pooled_channels = _common_widths(sampler.sources)
+        self.tally = BadTally(BadLimit() if bad_limit is None else bad_limit, "StepReader")
+
+    def read(self, t: int) -> StepData:
+        """Step t with the content of the local sequences.
+
+        Raises:
+          DataError: too many samples could not be read.
+        """
+        index = self.sampler.step(t)
+        local = np.flatnonzero(np.isin(index.home(self.num_devices), self.local_devices)).astype(np.int32)
+        loss_weight = index.loss_weight[local].copy()
+        rows, bad = [], []
+        for i, sequence in enumerate(local.tolist()):
+            try:
+                rows.append(self._rows(index, sequence))
+                self.tally.good()
+            except BadSampleError as error:
+                name = self._name(index, sequence)
+                self.tally.bad(name, error)
+                bad.append(name)
+                loss_weight[i] = 0.0
+                rows.append(np.zeros((int(index.image_lengths[sequence]), self.channels), np.float32))
+        return StepData(
+            index=index,
+            num_devices=self.num_devices,
+            local_devices=self.local_devices,
+            sequences=local,
+            rows=tuple(rows),
+            text=tuple(self._text(index, s) for s in local.tolist()),
+            pooled=tuple(self._pooled(index, s) for s in local.tolist()),
+            loss_weight=loss_weight,
+            channels=self.channels,
+            text_channels=self.text_channels,
+            pooled_channels=self.pooled_channels,
+            bad=tuple(bad),
+        )
+
+    def _source(self, index: StepIndex, sequence: int) -> tuple[Source, int]:
+        return self.sampler.sources[int(index.source[sequence])], int(index.index[sequence])
+
+    def _name(self, index: StepIndex, sequence: int) -> str:
+        source, sample = self._source(index, sequence)
+        return source.sample_name(sample)
+
+    def _rows(self, index: StepIndex, sequence: int) -> np.ndarray:
+        source, sample = self._source(index, sequence)
+        rows = source.read(sample)
+        planned = (int(index.image_lengths[sequence]), self.channels)
+        if rows.shape != planned:
+            raise BadSampleError(
+                f"content changed since it was indexed: planned {planned}, read {rows.shape}"
+            )
+        return rows
+
+    def _text(self, index: StepIndex, sequence: int) -> TextRows:
+        source, sample = self._source(index, sequence)
+        text = source.text(sample)
+        return text[:0] if index.dropped[sequence] else text
+
+    def _pooled(self, index: StepIndex, sequence: int) -> np.ndarray:
+        source, sample = self._source(index, sequence)
+        if index.dropped[sequence]:
+            return np.zeros(self.pooled_channels, np.float32)
+        return source.pooled(sample)
+
+
+def _common_widths(sources: Sequence[Source]) -> tuple[int, int, int]:
+    widths = {s.name: (s.channels, s.text_channels, s.pooled_channels) for s in sources}
+    if len(set(widths.values())) > 1:
+        raise ValueError(
+            "StepReader: all sources must have rows of one width (channels, text_channels, pooled_channels); "
+            f"got {widths}. Give every source the same patch."
+        )
+    return next(iter(widths.values()))

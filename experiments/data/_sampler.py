@@ -1,0 +1,201 @@
+"""The step sampler: random access to the sequences of any step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+from experiments.data._hash import digest_of, hash_uniform
+from experiments.data._types import DataError, Source, StepIndex, SteppedSource
+from experiments.data._window import Drawn, WindowPlan
+
+
+class StepSampler:
+    """Which sequences form step t: a pure function of (seed, data, arguments, t), for any t at once.
+
+    A step holds whole sequences of all sources, at most `token_budget` tokens together, whatever the number
+    of devices and processes. Every source is shuffled anew each epoch and loses or repeats nothing in one.
+    Short and long sequences are spread evenly over steps, so steps are nearly equally full. Captions keep
+    their room in the budget when they are dropped. A `SteppedSource` (synthetic codes) decides its own steps
+    and must be the only source.
+
+    Args:
+      sources: where sequences come from.
+      weights: share of the *tokens* each source gets, any positive scale; None gives every sample of every
+        source the same chance. Small sources repeat more often, which `StepIndex.epoch` shows.
+      token_budget: most tokens (image + text) in a step; None only with a `SteppedSource`.
+      seed: of shuffles and caption dropout.
+      caption_dropout: probability that a sequence is shown without its caption.
+      max_sequences: most sequences in a step; None means as many as the budget takes.
+
+    Raises:
+      ValueError: a bad argument, or a budget that some sequence or every mixture exceeds.
+      DataError: a source has no samples.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        weights: Sequence[float] | None = None,
+        token_budget: int | None = None,
+        seed: int = 0,
+        caption_dropout: float = 0.0,
+        max_sequences: int | None = None,
+    ):
+        self.sources = tuple(sources)
+        self.seed = seed
+        self.caption_dropout = caption_dropout
+        self._stepped = _sole_stepped_source(self.sources)
+        shares = _validated(self.sources, weights, caption_dropout)
+        if self._stepped is not None:
+            self.token_budget, self.max_sequences = _stepped_limits(
+                self._stepped, token_budget, max_sequences
+            )
+            self._plan = None
+            self.expected_fill = 1.0
+        else:
+            self.token_budget = _checked_budget(self.sources, token_budget)
+            self.max_sequences = _sequence_limit(self.sources, self.token_budget, max_sequences)
+            self._plan = WindowPlan(
+                self.sources,
+                weights=shares,
+                token_budget=self.token_budget,
+                seed=seed,
+                max_sequences=self.max_sequences,
+            )
+            self.expected_fill = self._plan.expected_fill
+        limits = (shares, self.token_budget, seed, caption_dropout, self.max_sequences)
+        self.digest = digest_of([s.digest for s in self.sources] + [repr(x) for x in limits])
+
+    def step(self, t: int) -> StepIndex:
+        """The sequences of step t >= 0."""
+        if t < 0:
+            raise ValueError(f"StepSampler.step: t must be at least 0; got t={t}.")
+        drawn = self._plan.draw(t) if self._plan is not None else self._stepped_draw(t)
+        chance = hash_uniform(self.seed, drawn.source, drawn.epoch, drawn.index)
+        return step_index(self.sources, t, drawn, dropped=chance < self.caption_dropout)
+
+    def _stepped_draw(self, t: int) -> Drawn:
+        source = self._stepped
+        assert source is not None
+        size = source.samples_per_step
+        epoch, block = divmod(t, len(source) // size)
+        index = block * size + np.arange(size)
+        zeros = np.zeros(size, np.int64)
+        return Drawn(zeros, index, zeros + epoch, _lengths(source)[index])
+
+
+def step_index(sources: Sequence[Source], t: int, drawn: Drawn, *, dropped: np.ndarray) -> StepIndex:
+    """Looks up sizes of drawn samples: arrays over the S sequences of a step."""
+    num = len(drawn.index)
+    grid, image, text = np.zeros((num, 3), np.int32), np.zeros(num, np.int32), np.zeros(num, np.int32)
+    for k, source in enumerate(sources):
+        where = np.flatnonzero(drawn.source == k)
+        index = drawn.index[where]
+        grid[where] = source.grids[index]
+        image[where] = source.image_lengths[index]
+        text[where] = source.text_lengths[index]
+    text = np.where(dropped, 0, text).astype(np.int32)
+    stepped = _sole_stepped_source(sources)
+    return StepIndex(
+        step=t,
+        source=drawn.source.astype(np.int32),
+        index=drawn.index.astype(np.int32),
+        epoch=drawn.epoch.astype(np.int32),
+        grid=grid,
+        image_lengths=image,
+        text_lengths=text,
+        lengths=(image + text).astype(np.int32),
+        dropped=np.asarray(dropped, bool),
+        loss_weight=np.ones(num, np.float32),
+        home_rank=None if stepped is None else stepped.home_ranks[drawn.index].astype(np.int32),
+        num_ranks=0 if stepped is None else stepped.num_ranks,
+    )
+
+
+def _lengths(source: Source) -> Int[np.ndarray, " n"]:
+    return source.image_lengths.astype(np.int64) + source.text_lengths
+
+
+def _sole_stepped_source(sources: Sequence[Source]) -> SteppedSource | None:
+    stepped = [s for s in sources if isinstance(s, SteppedSource)]
+    if stepped and len(sources) > 1:
+        raise ValueError(
+            f"StepSampler: a source that decides its own steps must be the only one; got sources="
+            f"{[s.name for s in sources]}. Train on '{stepped[0].name}' alone."
+        )
+    return stepped[0] if stepped else None
+
+
+def _validated(sources: Sequence[Source], weights: Sequence[float] | None, dropout: float) -> list[float]:
+    """Token shares summing to 1."""
+    if not sources:
+        raise ValueError("StepSampler: sources must not be empty. Name at least one source.")
+    for source in sources:
+        if len(source) == 0:
+            raise DataError(f"StepSampler: every source must have samples; got '{source.name}' with none.")
+    if not 0.0 <= dropout <= 1.0:
+        raise ValueError(f"StepSampler: caption_dropout must be in [0, 1]; got caption_dropout={dropout}.")
+    if weights is None:
+        weights = [float(_lengths(s).sum()) for s in sources]
+    if len(weights) != len(sources):
+        raise ValueError(
+            f"StepSampler: one weight per source; got {len(weights)} weights, {len(sources)} sources."
+        )
+    for source, weight in zip(sources, weights, strict=True):
+        if not (math.isfinite(weight) and weight > 0):
+            raise ValueError(
+                f"StepSampler: weights must be positive; got weight={weight} for source '{source.name}'. "
+                "Leave the source out to use none of it."
+            )
+    return [float(w) / float(sum(weights)) for w in weights]
+
+
+def _check_longest(source: Source, budget: int) -> None:
+    lengths = _lengths(source)
+    longest = int(np.argmax(lengths))
+    if lengths[longest] > budget:
+        raise ValueError(
+            f"StepSampler: every sequence must fit the step's token_budget={budget}; got {lengths[longest]} "
+            f"tokens in '{source.sample_name(longest)}' of source '{source.name}' "
+            f"({int((lengths > budget).sum())} such). Raise token_budget or lower the source's max_tokens."
+        )
+
+
+def _checked_budget(sources: Sequence[Source], token_budget: int | None) -> int:
+    if token_budget is None:
+        raise ValueError("StepSampler: token_budget must be given; got None. Only synthetic codes need none.")
+    for source in sources:
+        _check_longest(source, token_budget)
+    return token_budget
+
+
+def _sequence_limit(sources: Sequence[Source], budget: int, max_sequences: int | None) -> int:
+    """The most sequences of a step; plans count captions even where they are dropped later."""
+    if max_sequences is not None and max_sequences < 1:
+        raise ValueError(f"StepSampler: max_sequences must be at least 1; got max_sequences={max_sequences}.")
+    most = budget // max(min(int(_lengths(s).min()) for s in sources), 1)
+    return most if max_sequences is None else min(most, max_sequences)
+
+
+def _stepped_limits(
+    source: SteppedSource, token_budget: int | None, max_sequences: int | None
+) -> tuple[int, int]:
+    """(token budget, sequences) of a step whose content the source decides."""
+    size = source.samples_per_step
+    largest = int(_lengths(source).reshape(-1, size).sum(axis=1).max())
+    if token_budget is not None and largest > token_budget:
+        raise ValueError(
+            f"StepSampler: steps of '{source.name}' must fit token_budget={token_budget}; got {largest}. "
+            "Raise token_budget, leave it out, or use a code with fewer tokens."
+        )
+    if max_sequences is not None and size > max_sequences:
+        raise ValueError(
+            f"StepSampler: steps of '{source.name}' must fit max_sequences={max_sequences}; got {size} "
+            "sequences. Raise max_sequences or leave it out."
+        )
+    return (largest if token_budget is None else token_budget), size

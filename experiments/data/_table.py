@@ -1,0 +1,96 @@
+"""What all sources made of a table of samples share: names, sizes and captions known before any decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float32, Int32, UInt8
+
+from experiments.data._hash import digest_of
+
+_logger = logging.getLogger(__name__)
+
+
+def encode_captions(captions: Sequence[str], *, max_text: int, name: str) -> list[bytes]:
+    """UTF-8 captions of at most `max_text` bytes; longer ones are cut between characters and logged."""
+    encoded, cut = [], 0
+    for caption in captions:
+        raw = caption.strip().encode()
+        if len(raw) > max_text:
+            cut += 1
+            raw = raw[:max_text].decode(errors="ignore").encode()
+        encoded.append(raw)
+    if cut:
+        _logger.warning(
+            "%s: %d of %d captions are cut to max_text=%d bytes", name, cut, len(encoded), max_text
+        )
+    return encoded
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SampleTable:
+    """Samples of a source.
+
+    Attributes:
+      names: unique, stable names.
+      split_names: samples that share one are kept on one side of a split.
+      grids: patches (t, h, w).
+      captions: UTF-8 bytes.
+    """
+
+    names: Sequence[str]
+    split_names: Sequence[str]
+    grids: Int32[np.ndarray, "n 3"]
+    captions: Sequence[bytes]
+
+
+class TableSource:
+    """Base of sources with byte captions: everything in `Source` except `read`.
+
+    Args:
+      name: short name.
+      patch: pixels per patch side.
+      table: its samples.
+    """
+
+    text_channels = 0
+    pooled_channels = 0
+
+    def __init__(self, name: str, *, patch: int, table: SampleTable):
+        self.name = name
+        self.patch = patch
+        self.channels = patch * patch * 3
+        self.grids = np.asarray(table.grids, np.int32).reshape(-1, 3)
+        self.image_lengths = self.grids.prod(axis=1, dtype=np.int64).astype(np.int32)
+        self.text_lengths = np.asarray([len(c) for c in table.captions], np.int32)
+        self._table = table
+        self.digest = digest_of([name, str(patch), self.grids.tobytes(), *table.names, *table.captions])
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._table.names)
+
+    def sample_name(self, index: int) -> str:
+        """The name of a sample."""
+        return self._table.names[index]
+
+    def split_name(self, index: int) -> str:
+        """What a split keeps together."""
+        return self._table.split_names[index]
+
+    def grid(self, index: int) -> tuple[int, int, int]:
+        """Patches (t, h, w) of a sample."""
+        t, h, w = self.grids[index].tolist()
+        return t, h, w
+
+    def text(self, index: int) -> UInt8[np.ndarray, " n_txt"]:
+        """Caption bytes."""
+        return np.frombuffer(self._table.captions[index], np.uint8)
+
+    def pooled(self, index: int) -> Float32[np.ndarray, " c_pool"]:
+        """Byte captions have no precomputed vector: shape (0,)."""
+        del index
+        return np.zeros(0, np.float32)
