@@ -19,14 +19,14 @@ def lower_bounds(problem: BalanceProblem, layout: BagLayout) -> tuple[float, flo
     for replica in range(int(layout.replica[-1]) + 1):
         sizes = layout.size[layout.replica == replica]
         longest_first = -np.sort(-lengths[replica_of_sequence == replica])
-        load = max(load, _least_share(np.asarray(cost.total(longest_first)), sizes))
-        tokens = max(tokens, _least_share(longest_first, sizes))
-        attention = max(attention, _least_share(np.asarray(cost.attention(longest_first)), sizes))
+        load = max(load, least_share(np.asarray(cost.total(longest_first)), sizes))
+        tokens = max(tokens, least_share(longest_first, sizes))
+        attention = max(attention, least_share(np.asarray(cost.attention(longest_first)), sizes))
     step = float(cost.linear(np.ceil(tokens * (1 - 1e-12)))) + attention
     return load, max(load, step)
 
 
-def _least_share(falling: Float[np.ndarray, " n"], sizes: Int[np.ndarray, " bags"]) -> float:
+def least_share(falling: Float[np.ndarray, " n"], sizes: Int[np.ndarray, " bags"]) -> float:
     """Least possible largest share (sum over size) of a bag: the mean, or what must come together in some bag.
 
     Of the k B + 1 largest among B bags, some k + 1 share a bag, and weigh at least as much as the k + 1
