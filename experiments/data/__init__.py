@@ -27,12 +27,19 @@ from experiments.data._rows import grid_positions as grid_positions
 from experiments.data._rows import rows_from_frames as rows_from_frames
 from experiments.data._rows import snap_grid as snap_grid
 from experiments.data._sampler import StepSampler as StepSampler
+from experiments.data._synthetic import DataCode as DataCode
+from experiments.data._synthetic import SyntheticCodes as SyntheticCodes
+from experiments.data._synthetic import SyntheticRows as SyntheticRows
+from experiments.data._synthetic import parse_codes as parse_codes
 from experiments.data._types import BadSampleError as BadSampleError
 from experiments.data._types import DataError as DataError
 from experiments.data._types import Source as Source
 from experiments.data._types import StepData as StepData
 from experiments.data._types import StepIndex as StepIndex
 from experiments.data._types import SteppedSource as SteppedSource
+from experiments.data._validation import Subset as Subset
+from experiments.data._validation import ValidationSampler as ValidationSampler
+from experiments.data._validation import split_source as split_source
 
 __all__ = [
     "DIGIT_SIZES",
@@ -41,6 +48,7 @@ __all__ = [
     "BadSampleError",
     "BadTally",
     "ClipSource",
+    "DataCode",
     "DataError",
     "DigitSource",
     "Digits",
@@ -54,13 +62,19 @@ __all__ = [
     "StepReader",
     "StepSampler",
     "SteppedSource",
+    "Subset",
+    "SyntheticCodes",
+    "SyntheticRows",
+    "ValidationSampler",
     "collate_home",
     "draw_digit",
     "frames_from_rows",
     "grid_positions",
     "handwritten_digits",
     "make_loader",
+    "parse_codes",
     "quickstart_sources",
     "rows_from_frames",
     "snap_grid",
+    "split_source",
 ]

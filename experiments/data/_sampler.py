@@ -50,7 +50,7 @@ class StepSampler:
         self.seed = seed
         self.caption_dropout = caption_dropout
         self._stepped = _sole_stepped_source(self.sources)
-        shares = _validated(self.sources, weights, caption_dropout)
+        shares = validated_shares(self.sources, weights, caption_dropout)
         if self._stepped is not None:
             self.token_budget, self.max_sequences = _stepped_limits(
                 self._stepped, token_budget, max_sequences
@@ -58,8 +58,8 @@ class StepSampler:
             self._plan = None
             self.expected_fill = 1.0
         else:
-            self.token_budget = _checked_budget(self.sources, token_budget)
-            self.max_sequences = _sequence_limit(self.sources, self.token_budget, max_sequences)
+            self.token_budget = checked_budget(self.sources, token_budget)
+            self.max_sequences = sequence_limit(self.sources, self.token_budget, max_sequences)
             self._plan = WindowPlan(
                 self.sources,
                 weights=shares,
@@ -86,7 +86,7 @@ class StepSampler:
         epoch, block = divmod(t, len(source) // size)
         index = block * size + np.arange(size)
         zeros = np.zeros(size, np.int64)
-        return Drawn(zeros, index, zeros + epoch, _lengths(source)[index])
+        return Drawn(zeros, index, zeros + epoch, total_lengths(source)[index])
 
 
 def step_index(sources: Sequence[Source], t: int, drawn: Drawn, *, dropped: np.ndarray) -> StepIndex:
@@ -117,7 +117,7 @@ def step_index(sources: Sequence[Source], t: int, drawn: Drawn, *, dropped: np.n
     )
 
 
-def _lengths(source: Source) -> Int[np.ndarray, " n"]:
+def total_lengths(source: Source) -> Int[np.ndarray, " n"]:
     return source.image_lengths.astype(np.int64) + source.text_lengths
 
 
@@ -131,7 +131,9 @@ def _sole_stepped_source(sources: Sequence[Source]) -> SteppedSource | None:
     return stepped[0] if stepped else None
 
 
-def _validated(sources: Sequence[Source], weights: Sequence[float] | None, dropout: float) -> list[float]:
+def validated_shares(
+    sources: Sequence[Source], weights: Sequence[float] | None, dropout: float
+) -> list[float]:
     """Token shares summing to 1."""
     if not sources:
         raise ValueError("StepSampler: sources must not be empty. Name at least one source.")
@@ -141,7 +143,7 @@ def _validated(sources: Sequence[Source], weights: Sequence[float] | None, dropo
     if not 0.0 <= dropout <= 1.0:
         raise ValueError(f"StepSampler: caption_dropout must be in [0, 1]; got caption_dropout={dropout}.")
     if weights is None:
-        weights = [float(_lengths(s).sum()) for s in sources]
+        weights = [float(total_lengths(s).sum()) for s in sources]
     if len(weights) != len(sources):
         raise ValueError(
             f"StepSampler: one weight per source; got {len(weights)} weights, {len(sources)} sources."
@@ -156,7 +158,7 @@ def _validated(sources: Sequence[Source], weights: Sequence[float] | None, dropo
 
 
 def _check_longest(source: Source, budget: int) -> None:
-    lengths = _lengths(source)
+    lengths = total_lengths(source)
     longest = int(np.argmax(lengths))
     if lengths[longest] > budget:
         raise ValueError(
@@ -166,7 +168,7 @@ def _check_longest(source: Source, budget: int) -> None:
         )
 
 
-def _checked_budget(sources: Sequence[Source], token_budget: int | None) -> int:
+def checked_budget(sources: Sequence[Source], token_budget: int | None) -> int:
     if token_budget is None:
         raise ValueError("StepSampler: token_budget must be given; got None. Only synthetic codes need none.")
     for source in sources:
@@ -174,11 +176,11 @@ def _checked_budget(sources: Sequence[Source], token_budget: int | None) -> int:
     return token_budget
 
 
-def _sequence_limit(sources: Sequence[Source], budget: int, max_sequences: int | None) -> int:
+def sequence_limit(sources: Sequence[Source], budget: int, max_sequences: int | None) -> int:
     """The most sequences of a step; plans count captions even where they are dropped later."""
     if max_sequences is not None and max_sequences < 1:
         raise ValueError(f"StepSampler: max_sequences must be at least 1; got max_sequences={max_sequences}.")
-    most = budget // max(min(int(_lengths(s).min()) for s in sources), 1)
+    most = budget // max(min(int(total_lengths(s).min()) for s in sources), 1)
     return most if max_sequences is None else min(most, max_sequences)
 
 
@@ -187,7 +189,7 @@ def _stepped_limits(
 ) -> tuple[int, int]:
     """(token budget, sequences) of a step whose content the source decides."""
     size = source.samples_per_step
-    largest = int(_lengths(source).reshape(-1, size).sum(axis=1).max())
+    largest = int(total_lengths(source).reshape(-1, size).sum(axis=1).max())
     if token_budget is not None and largest > token_budget:
         raise ValueError(
             f"StepSampler: steps of '{source.name}' must fit token_budget={token_budget}; got {largest}. "
