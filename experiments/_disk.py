@@ -1,0 +1,70 @@
+"""Whether a folder can hold what a run is about to write, found out before the run starts."""
+
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from experiments._config import UserError
+
+logger = logging.getLogger(__name__)
+
+
+def check_writable(folder: Path) -> None:
+    """Makes `folder` if need be and writes and removes a file in it.
+
+    Permission bits do not tell: a read-only mount, a full quota or a file in the way show only on trying.
+
+    Raises:
+      UserError: with the system's reason.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=".probe-", dir=folder)
+        os.close(descriptor)
+        os.unlink(name)
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {folder}: {error.strerror}. Choose another --workdir or change its permissions."
+        ) from error
+
+
+def check_disk_space(workdir: str | Path, checkpoint_bytes: int, keep: int) -> None:
+    """Compares the space that `keep` checkpoints and one being written take with what is free.
+
+    Compression is left out: it saves little on floating-point numbers. What files already in the run's
+    checkpoints folder occupy counts as available, since they make way for the new ones.
+
+    Args:
+      workdir: the run's folder, which need not exist yet.
+      checkpoint_bytes: `state_bytes` of the state to be saved.
+      keep: as for `Checkpoints`.
+
+    Raises:
+      UserError: not even one more checkpoint fits. If fewer than `keep` + 1 fit, a warning is logged.
+    """
+    folder = Path(workdir).absolute()
+    occupied = sum(file.stat().st_size for file in folder.glob("checkpoints/**/*") if file.is_file())
+    while not folder.is_dir():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    account = (
+        f"a checkpoint takes up to {size_text(checkpoint_bytes)}, {keep} are kept while one is written, "
+        f"{size_text(free)} are free in {folder}"
+    )
+    if free < checkpoint_bytes:
+        raise UserError(
+            f"not enough space for checkpoints: {account}. Make room or choose another --workdir."
+        )
+    if free < (keep + 1) * checkpoint_bytes - occupied:
+        logger.warning("space for checkpoints may run out: %s. Make room or keep fewer.", account)
+
+
+def size_text(num_bytes: float) -> str:
+    """A size for people, in decimal units as `df -H` and disk makers use them: "1.2 GB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.4g} TB"
