@@ -7,10 +7,15 @@ ahead; `collate_home` makes fixed-size arrays. The step is the only position the
 
 from experiments.data._bad import BadLimit as BadLimit
 from experiments.data._bad import BadTally as BadTally
+from experiments.data._captions import any_captions as any_captions
+from experiments.data._captions import metadata_captions as metadata_captions
+from experiments.data._captions import sidecar_captions as sidecar_captions
 from experiments.data._collate import HomeBatch as HomeBatch
 from experiments.data._collate import collate_home as collate_home
+from experiments.data._folder import ImageFolder as ImageFolder
 from experiments.data._loader import StepLoader as StepLoader
 from experiments.data._loader import make_loader as make_loader
+from experiments.data._media import MediaRules as MediaRules
 from experiments.data._quickstart import DIGIT_SIZES as DIGIT_SIZES
 from experiments.data._quickstart import DIGIT_WORDS as DIGIT_WORDS
 from experiments.data._quickstart import ClipSource as ClipSource
@@ -27,6 +32,7 @@ from experiments.data._rows import grid_positions as grid_positions
 from experiments.data._rows import rows_from_frames as rows_from_frames
 from experiments.data._rows import snap_grid as snap_grid
 from experiments.data._sampler import StepSampler as StepSampler
+from experiments.data._shards import WebDatasetShards as WebDatasetShards
 from experiments.data._synthetic import DataCode as DataCode
 from experiments.data._synthetic import SyntheticCodes as SyntheticCodes
 from experiments.data._synthetic import SyntheticRows as SyntheticRows
@@ -53,6 +59,8 @@ __all__ = [
     "DigitSource",
     "Digits",
     "HomeBatch",
+    "ImageFolder",
+    "MediaRules",
     "PhotoSource",
     "Sampler",
     "Source",
@@ -66,15 +74,19 @@ __all__ = [
     "SyntheticCodes",
     "SyntheticRows",
     "ValidationSampler",
+    "WebDatasetShards",
+    "any_captions",
     "collate_home",
     "draw_digit",
     "frames_from_rows",
     "grid_positions",
     "handwritten_digits",
     "make_loader",
+    "metadata_captions",
     "parse_codes",
     "quickstart_sources",
     "rows_from_frames",
+    "sidecar_captions",
     "snap_grid",
     "split_source",
 ]

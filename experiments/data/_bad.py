@@ -44,7 +44,7 @@ class BadTally:
 
     def __init__(self, limit: BadLimit, where: str):
         self._limit = limit
-        self._where = where
+        self.where = where
         self._lock = threading.Lock()
         self._read = 0
         self._num_bad = 0
@@ -72,7 +72,7 @@ class BadTally:
         Raises:
           DataError: that makes it too many.
         """
-        _logger.warning("%s: cannot read %s: %s", self._where, name, reason)
+        _logger.warning("%s: cannot read %s: %s", self.where, name, reason)
         with self._lock:
             self._read += 1
             self._num_bad += 1
@@ -86,6 +86,6 @@ class BadTally:
         if bad >= self._limit.count and bad > self._limit.fraction * read:
             more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
             raise DataError(
-                f"{self._where}: at most {self._limit.fraction:.2%} of the samples may be bad; got {bad} "
+                f"{self.where}: at most {self._limit.fraction:.2%} of the samples may be bad; got {bad} "
                 f"of {read}: {', '.join(names[:_LISTED])}{more}. Repair or remove them, or raise the limit."
             )

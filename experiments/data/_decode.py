@@ -157,7 +157,9 @@ def _image_frames(file: BinaryIO, choice: FrameChoice) -> list[np.ndarray]:
 def _video_size(file: BinaryIO) -> MediaSize:
     with av.open(file) as container:
         stream = container.streams.video[0]
-        frame = next(container.decode(stream))
+        frame = next(container.decode(stream), None)
+        if frame is None:
+            raise ValueError("no frame can be decoded")
         height, width = _shown_size(frame, stream)
         frames = stream.frames
     if frames <= 0:  # Matroska, WebM and transport streams do not say

@@ -52,8 +52,8 @@ def parse_codes(codes: str) -> tuple[DataCode, ...]:
         numbers = [int(n) for n in match.groups()] if match else []
         if not numbers or min(numbers[:4]) < 1 or numbers[2] < _PIXELS_PER_TOKEN:
             raise ValueError(
-                "parse_codes: each part must read gXbYiZfWsV (X ranks, Y samples, Z >= 16 pixels, W frames, V 0 "
-                f"or 1); got part='{part}' of codes='{codes}'. For example 'g8b4i256f1s0,g4b1i512f85s1'."
+                "parse_codes: each part must read gXbYiZfWsV (X ranks, Y samples, Z >= 16 pixels, W frames, "
+                f"V 0 or 1); got part='{part}' of codes='{codes}'. For example 'g8b4i256f1s0,g4b1i512f85s1'."
             )
         ranks, samples, pixels, frames, compressed = numbers
         parsed.append(DataCode(ranks, samples, pixels, frames, bool(compressed)))
@@ -112,8 +112,8 @@ class SyntheticCodes:
         self.num_ranks = total if num_ranks is None else num_ranks
         if self.num_ranks < 1 or self.num_ranks % total or num_steps < 1:
             raise ValueError(
-                f"SyntheticCodes: num_ranks must be a multiple of the codes' {total} ranks, num_steps positive; "
-                f"got num_ranks={num_ranks}, num_steps={num_steps}, codes='{codes}'."
+                f"SyntheticCodes: num_ranks must be a multiple of the codes' {total} ranks, num_steps "
+                f"positive; got num_ranks={num_ranks}, num_steps={num_steps}, codes='{codes}'."
             )
         self.name = "synthetic"
         self.patch = 0

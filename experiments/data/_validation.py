@@ -72,7 +72,7 @@ def split_source(
     """Divides a source into (training, validation) parts without a common sample.
 
     A sample's side depends on the hash of its split name and, with `fraction`, on nothing else: adding data
-    moves no old sample across. Samples that share a split name (a digit drawn at several sizes) stay together.
+    moves no old sample across. Samples that share a split name (one digit at several sizes) stay together.
 
     Args:
       source: what to divide.

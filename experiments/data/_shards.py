@@ -1,0 +1,127 @@
+"""WebDataset tar shards, indexed by offset, so that any sample is one seek away."""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+import tarfile
+from pathlib import Path
+
+from experiments.data._bad import BadTally
+from experiments.data._decode import MEDIA_SUFFIXES
+from experiments.data._index import MediaEntry, index_files
+from experiments.data._media import MediaRules, MediaSource, scan_media
+from experiments.data._types import DataError
+
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+# Where a json member keeps the caption, in order of preference.
+_JSON_FIELDS = ("caption", "text")
+
+
+def expand_shards(pattern: str) -> list[Path]:
+    """Files that a pattern names: wildcards, and ranges such as `shard-{0000..0127}.tar`.
+
+    Raises:
+      DataError: nothing matches, or a file of a range is missing.
+    """
+    match = _RANGE.search(pattern)
+    if match is None:
+        paths = [Path(p) for p in sorted(glob.glob(pattern, recursive=True))]
+        if not paths:
+            raise DataError(f"WebDatasetShards: pattern must match files; got none for pattern='{pattern}'.")
+        return paths
+    first, last = match.groups()
+    numbers = range(int(first), int(last) + 1)
+    names = [f"{pattern[: match.start()]}{n:0{len(first)}d}{pattern[match.end() :]}" for n in numbers]
+    if not names:
+        raise DataError(f"WebDatasetShards: a range must ascend; got pattern='{pattern}'.")
+    return [path for name in names for path in expand_shards(name)]
+
+
+class WebDatasetShards(MediaSource):
+    """Tar shards whose members share a key up to the first dot: an image or video, and a txt or json caption.
+
+    Args:
+      pattern: paths with wildcards or ranges; shards are uncompressed.
+      rules: how files become sequences.
+
+    Raises:
+      DataError: no shard or no sample, captions are missing, or too many members cannot be read.
+    """
+
+    def __init__(self, pattern: str, *, rules: MediaRules):
+        paths = expand_shards(pattern)
+        title = f"shards {Path(pattern).name}"
+        files = index_files(
+            str(Path(pattern).absolute()),
+            paths,
+            scan=_scan_shard,
+            folder=rules.folder(),
+            tally=BadTally(rules.bad_limit, title),
+        )
+        super().__init__(title, files=files, rules=rules)
+
+
+def _scan_shard(path: Path) -> list[MediaEntry]:
+    """One entry per key with an image or video, in the order of the shard."""
+    media: dict[str, MediaEntry] = {}
+    captions: dict[str, str] = {}
+    try:
+        with tarfile.open(path, "r:") as shard:
+            for member in shard:
+                if member.isfile():
+                    _add_member(path, shard, member, media, captions)
+    except (tarfile.TarError, OSError, EOFError) as error:
+        # What was read before the damage would be a silently smaller data set.
+        return [MediaEntry(str(path), 0, 0, 0, 0, 0, None, f"not a readable, uncompressed tar file: {error}")]
+    return [scan_media(path, entry)._replace(caption=captions.get(key)) for key, entry in media.items()]
+
+
+def _add_member(
+    path: Path,
+    shard: tarfile.TarFile,
+    member: tarfile.TarInfo,
+    media: dict[str, MediaEntry],
+    captions: dict[str, str],
+) -> None:
+    folder, _, base = member.name.rpartition("/")
+    stem, _, extension = base.partition(".")
+    key, extension = f"{folder}/{stem}", extension.lower()
+    name = f"{path.name}:{member.name}"
+    if not stem:  # hidden files
+        return
+    if f".{extension}" in MEDIA_SUFFIXES:
+        if key in media:
+            raise DataError(
+                f"WebDatasetShards: a key may have one image or video; got '{media[key].name}' and '{name}'. "
+                "Rename one."
+            )
+        media[key] = MediaEntry(name, member.offset_data, member.size, 0, 0, 0)
+    elif extension in ("txt", "json"):
+        raw = _member_bytes(shard, member)
+        caption = _caption(name, extension, raw)
+        if caption is not None and (extension == "txt" or key not in captions):
+            captions[key] = caption
+
+
+def _member_bytes(shard: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = shard.extractfile(member)
+    if file is None:
+        raise tarfile.TarError(f"member {member.name} has no content")
+    with file:
+        return file.read()
+
+
+def _caption(name: str, extension: str, raw: bytes) -> str | None:
+    try:
+        text = raw.decode("utf-8-sig")
+        if extension == "txt":
+            return text.strip()
+        content = json.loads(text)
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(
+            f"WebDatasetShards: captions must be UTF-8 text or JSON; got '{name}': {error}. Repair it."
+        ) from error
+    fields = [content.get(f) for f in _JSON_FIELDS] if isinstance(content, dict) else []
+    return next((f for f in fields if isinstance(f, str)), None)
