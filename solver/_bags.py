@@ -71,7 +71,7 @@ class BagSpec:
         if num_devices < 1 or num_devices % self.num_devices:
             raise ValueError(
                 f"BagSpec.layout: num_devices a multiple of the {self.num_devices} of {self}; "
-                f"got num_devices={num_devices}. Change the bags so that sizes times numbers add up to a divisor."
+                f"got num_devices={num_devices}. Choose bags whose sizes times numbers add up to a divisor."
             )
         num_replicas = num_devices // self.num_devices
         size = np.tile(np.array(self.sizes, np.int64), num_replicas)

@@ -6,7 +6,7 @@ from numpy.typing import ArrayLike
 
 from solver._bags import BagSpec, parse_bags
 from solver._balance_assign import assign_to_bags
-from solver._balance_bounds import lower_bounds
+from solver._balance_bounds import FLOP_UNIT, lower_bounds, work_of
 from solver._balance_slices import cut_heads, cut_tokens, make_parts
 from solver._cost import CostModel
 from solver._plan import BalancePlan, BalanceProblem
@@ -30,10 +30,10 @@ def balance(
 ) -> BalancePlan:
     """Decide where every token and every (token, head) of a step goes; global, on the host.
 
-    With bags, a sequence goes to one bag and is cut evenly over its devices: contiguous parts of its text and of
-    its image tokens, and of its heads. Sequences are assigned to bags to minimise the largest load of a bag over
-    its size. Stateless, and the same bits on every host: sums are taken in a fixed order and ties broken by
-    index.
+    With bags, a sequence goes to one bag and is cut evenly over its devices: contiguous parts of its text and
+    of its image tokens, and of its heads. Sequences are assigned to bags to minimise the cost of a
+    static-shape step (`BalancePlan.static_step_cost`), with no bag above the largest load of the published
+    greedy. Stateless, and the same bits on every host: sums are taken in a fixed order, ties go by index.
 
     Args:
         lengths: tokens of each sequence, text and image together; 0 is allowed.
@@ -54,22 +54,24 @@ def balance(
             num_devices or num_heads below 1; a topology of another number of devices; a bad bag spec.
         NotImplementedError: `bags="auto"`.
 
-    Reference: KnapFormer, arXiv 2508.06001, sections 3.1-3.2. We also search beyond its greedy assignment, and
-    deal heads that a bag's size does not divide.
+    Reference: KnapFormer, arXiv 2508.06001, sections 3.1-3.2. We also search beyond its greedy assignment,
+    and deal heads that a bag's size does not divide.
     """
     problem = _check(lengths, home, num_devices, text_lengths, num_heads, cost, topology)
-    if bags is None:
-        layout = BagSpec(((1, num_devices),)).layout(num_devices)
-        bag_of_sequence = problem.home
-    else:
-        layout = _check_bags(bags).layout(num_devices)
-        bag_of_sequence = assign_to_bags(problem, layout)
+    spec = BagSpec(((1, num_devices),)) if bags is None else _check_bags(bags)
+    layout = spec.layout(num_devices)
+    work = work_of(problem)
+    load_bound, step_bound = lower_bounds(problem, layout, work)
+    bag_of_sequence = problem.home
+    if bags is not None:
+        bag_of_sequence = assign_to_bags(problem, layout, work, floor=step_bound)
     parts = make_parts(bag_of_sequence, layout)
+    unit_s = FLOP_UNIT * cost.seconds_per_flop
     return plan_from_slices(
         problem,
         cut_tokens(problem, bag_of_sequence, layout, parts),
         cut_heads(problem, parts),
-        lower_bounds=lower_bounds(problem, layout),
+        lower_bounds=(load_bound * unit_s, step_bound * unit_s),
     )
 
 

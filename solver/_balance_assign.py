@@ -6,44 +6,47 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from solver._bags import BagLayout
-from solver._balance_bounds import least_share
 from solver._balance_home import keep_at_home, rename_bags
-from solver._balance_search import SequenceWork, reduce_step
-from solver._cost import CostModel
+from solver._balance_search import SequenceWork, load_of, reduce_step, step_of
 from solver._plan import BalanceProblem, total_of
 
-_TERA = 1e12
 # A step this close to its lower bound is as good as optimal: devices of one kind differ by more.
 _CLOSE = 2e-4
-# Exchanges to try. With few bags a handful finds nearly all there is; with many, more of them are the fullest.
-_TRIES, _BAGS_PER_TRY = 8, 4
+# Exchanges to try. With few bags a handful finds nearly all there is; with many, more are among the fullest.
+_TRIES, _BAGS_PER_TRY = 4, 4
 
 
-def assign_to_bags(problem: BalanceProblem, layout: BagLayout) -> Int[np.ndarray, " n"]:
+def assign_to_bags(
+    problem: BalanceProblem, layout: BagLayout, work: Float[np.ndarray, "3 n"], *, floor: float
+) -> Int[np.ndarray, " n"]:
     """Choose a bag for every sequence; each replica balances the sequences at home on its devices.
 
-    What is minimised is the step of a static-shape program, most tokens plus most attention, among assignments
-    whose largest load is at most that of the published greedy. (The largest load alone is the wrong aim: on
-    the published mixes its last 0.1 % costs up to 1 % of the step.)
+    What is minimised is the step of a static-shape program, most tokens plus most attention, among
+    assignments whose largest load is at most that of the published greedy. (The largest load alone is the
+    wrong aim: on the published mixes its last 0.1 % costs up to 1 % of the step.)
 
-    Decisions are made in TFLOP, so they depend on gamma and the width but not on the speed of a device.
+    Args:
+        problem: the sequences and devices.
+        layout: the bags.
+        work: linear work, attention and their sum of every sequence.
+        floor: step, in the same unit, that no assignment beats.
+
+    Returns:
+        Bag of every sequence.
     """
-    cost = CostModel(problem.cost.width, problem.cost.gamma)
-    lengths = problem.lengths.astype(np.float64)
-    linear, attention = (np.asarray(part(lengths)) / _TERA for part in (cost.linear, cost.attention))
-    total = np.asarray(cost.total(lengths)) / _TERA
+    floor *= 1 + _CLOSE
     home_bag = layout.bag_of_device[problem.home]
-    bag_of_sequence = np.empty(len(total), np.int64)
+    bag_of_sequence = np.empty(work.shape[1], np.int64)
     for replica in range(int(layout.replica[-1]) + 1):
         bags = np.flatnonzero(layout.replica == replica)
         mine = np.flatnonzero(layout.replica[home_bag] == replica)
-        work = SequenceWork(linear[mine], attention[mine], total[mine], layout.size[bags])
-        bag_of_sequence[mine] = bags[_assign(work, problem.lengths[mine], home_bag[mine] - bags[0])]
+        local = SequenceWork(work[:, mine], layout.size[bags])
+        bag_of_sequence[mine] = bags[_assign(local, problem.lengths[mine], home_bag[mine] - bags[0], floor)]
     return bag_of_sequence
 
 
 def _assign(
-    work: SequenceWork, lengths: Int[np.ndarray, " n"], home: Int[np.ndarray, " n"]
+    work: SequenceWork, lengths: Int[np.ndarray, " n"], home: Int[np.ndarray, " n"], floor: float
 ) -> Int[np.ndarray, " n"]:
     """Bags of the sequences of one replica, numbered within it, as their home bags are."""
     if len(work.sizes) == 1 or not lengths.any():
@@ -51,15 +54,13 @@ def _assign(
     heaviest_first = np.argsort(-work.total, kind="stable")
     bag = _published_greedy(work, lengths, heaviest_first)
     shares = work.shares(bag)
-    load_cap = shares.load
+    load_cap = load_of(shares)
     if work.sizes[0] != work.sizes[-1]:
         other = _least_share_greedy(work, heaviest_first)
         other_shares = work.shares(other)
-        if other_shares.load <= load_cap and other_shares.step < shares.step:
+        if load_of(other_shares) <= load_cap and step_of(other_shares) < step_of(shares):
             bag, shares = other, other_shares
-    floor = sum(least_share(part[heaviest_first], work.sizes) for part in (work.linear, work.attention))
-    floor *= 1 + _CLOSE
-    if shares.step > floor:
+    if step_of(shares) > floor:
         num_tries = _TRIES + len(work.sizes) // _BAGS_PER_TRY
         bag = reduce_step(work, bag, load_cap=load_cap, floor=floor, num_tries=num_tries)
     return rename_bags(keep_at_home(work, bag, home, heaviest_first), home, lengths, work.sizes)
@@ -70,8 +71,8 @@ def _published_greedy(
 ) -> Int[np.ndarray, " n"]:
     """KnapFormer's assignment: the heaviest sequence first, to the bag that is least full for its size.
 
-    A bag qualifies when the sequence is no heavier than its fair share and no shorter than its size; when none
-    does, all bags of the largest size do. Ties go to the first bag.
+    A bag qualifies when the sequence is no heavier than its fair share and no shorter than its size; when
+    none does, all bags of the largest size do. Ties go to the first bag.
 
     Reference: KnapFormer, arXiv 2508.06001, section 3.2.
     """
@@ -91,9 +92,7 @@ def _published_greedy(
     return np.array(chosen, np.int64)
 
 
-def _least_share_greedy(
-    work: SequenceWork, heaviest_first: Int[np.ndarray, " n"]
-) -> Int[np.ndarray, " n"]:
+def _least_share_greedy(work: SequenceWork, heaviest_first: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
     """The heaviest sequence first, to the bag whose share is least with it; any size will do.
 
     Ties go to smaller bags, which send fewer rows, and then to the first.

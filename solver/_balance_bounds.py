@@ -4,38 +4,57 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from solver._bags import BagLayout
+from solver._cost import CostModel
 from solver._plan import BalanceProblem
 
+FLOP_UNIT = 1e12  # FLOP in the unit of work
 
-def lower_bounds(problem: BalanceProblem, layout: BagLayout) -> tuple[float, float]:
-    """Seconds below which no assignment to these bags has its fullest device's load, and its static-shape step.
+
+def work_of(problem: BalanceProblem) -> Float[np.ndarray, "3 n"]:
+    """Linear work, attention and their sum for every sequence, in TFLOP of a linear layer.
+
+    Decisions are made in these, so they depend on gamma and the width but not on the speed of a device.
+    """
+    cost = CostModel(problem.cost.width, problem.cost.gamma)
+    lengths = problem.lengths.astype(np.float64)
+    linear, attention = np.asarray(cost.linear(lengths)), np.asarray(cost.attention(lengths))
+    return np.stack([linear, attention, linear + attention]) / FLOP_UNIT
+
+
+def lower_bounds(
+    problem: BalanceProblem, layout: BagLayout, work: Float[np.ndarray, "3 n"]
+) -> tuple[float, float]:
+    """Work below which no assignment to these bags has its fullest device's load, and its static-shape step.
 
     A replica keeps the sequences at home on its devices. The step is at least the linear layers of the least
-    possible most tokens plus the least possible most attention.
+    possible most tokens plus the least possible most attention. In the unit of `work`.
     """
-    cost, lengths = problem.cost, problem.lengths.astype(np.float64)
+    least = np.zeros(3)
     replica_of_sequence = layout.replica[layout.bag_of_device[problem.home]]
-    load = tokens = attention = 0.0
     for replica in range(int(layout.replica[-1]) + 1):
-        sizes = layout.size[layout.replica == replica]
-        longest_first = -np.sort(-lengths[replica_of_sequence == replica])
-        load = max(load, least_share(np.asarray(cost.total(longest_first)), sizes))
-        tokens = max(tokens, least_share(longest_first, sizes))
-        attention = max(attention, least_share(np.asarray(cost.attention(longest_first)), sizes))
-    step = float(cost.linear(np.ceil(tokens * (1 - 1e-12)))) + attention
-    return load, max(load, step)
+        mine = work[:, replica_of_sequence == replica]
+        if mine.size:
+            falling = mine[:, np.argsort(-mine[2], kind="stable")]
+            least = np.maximum(least, _least_shares(falling, layout.size[layout.replica == replica]))
+    linear, attention, load = least.tolist()
+    token = float(CostModel(problem.cost.width, problem.cost.gamma).linear(1)) / FLOP_UNIT
+    whole_tokens = float(np.ceil(linear / token * (1 - 1e-12)))  # a whole number may have been rounded up
+    return load, max(load, whole_tokens * token + attention)
 
 
-def least_share(falling: Float[np.ndarray, " n"], sizes: Int[np.ndarray, " bags"]) -> float:
-    """Least possible largest share (sum over size) of a bag: the mean, or what must come together in some bag.
+def _least_shares(
+    falling: Float[np.ndarray, "work n"], sizes: Int[np.ndarray, " bags"]
+) -> Float[np.ndarray, " work"]:
+    """Least possible largest share (sum over size) of a bag: the mean, or what must come together in some
+    bag.
 
     Of the k B + 1 largest among B bags, some k + 1 share a bag, and weigh at least as much as the k + 1
     smallest of these.
     """
-    if not len(falling):
-        return 0.0
-    total = np.concatenate([[0.0], np.cumsum(falling)])
-    together = np.arange(1, (len(falling) - 1) // len(sizes) + 2)  # k + 1
-    last = (together - 1) * len(sizes) + 1
-    crowded = (total[last] - total[last - together]).max()
-    return max(float(total[-1]) / int(sizes.sum()), float(crowded) / int(sizes.max()))
+    num_sequences, num_bags = falling.shape[1], len(sizes)
+    upto = np.zeros((len(falling), num_sequences + 1))
+    np.cumsum(falling, axis=1, out=upto[:, 1:])
+    together = np.arange(1, (num_sequences - 1) // num_bags + 2)  # k + 1
+    last = (together - 1) * num_bags + 1
+    crowded = (upto[:, last] - upto[:, last - together]).max(axis=1)
+    return np.maximum(upto[:, -1] / int(sizes.sum()), crowded / int(sizes.max()))

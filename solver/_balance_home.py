@@ -5,7 +5,7 @@ import heapq
 import numpy as np
 from jaxtyping import Int
 
-from solver._balance_search import BagShares, SequenceWork
+from solver._balance_search import SequenceWork, load_of
 from solver._plan import total_of
 
 # Room between the mean and the fullest bag below which keeping sequences at home never works out.
@@ -20,39 +20,49 @@ def keep_at_home(
 ) -> Int[np.ndarray, " n"]:
     """An assignment with most sequences at home, if one as good as this is found; else this one.
 
-    When a sequence that no bag can shorten decides the step, the other bags have room. As good: no more of the
-    most linear work, attention, load, and, in bags of different sizes, no more rows sent.
+    When a sequence that no bag can shorten decides the step, the other bags have room. As good: no more of
+    the most linear work, attention, load, and, in bags of different sizes, no more rows sent.
     """
-    caps = work.shares(bag_of_sequence)
-    if caps.load * int(work.sizes.sum()) < _ROOM * total_of(work.total):
+    shares = work.shares(bag_of_sequence)
+    load, parts = load_of(shares), shares.max(axis=1)
+    if load * int(work.sizes.sum()) < _ROOM * total_of(work.total):
         return bag_of_sequence
-    found = _fill_homes(work, home, heaviest_first, caps)
+    found = _fill_homes(work, home, heaviest_first, (float(parts[0]), float(parts[1]), load))
     if found is None:
         return bag_of_sequence
-    shares = work.shares(found)
+    found_shares = work.shares(found)
     as_good = (
-        shares.load <= caps.load
-        and shares.linear.max() <= caps.linear.max()
-        and shares.attention.max() <= caps.attention.max()
+        load_of(found_shares) <= load
+        and (found_shares.max(axis=1) <= parts).all()
         and work.rows_sent(found) <= work.rows_sent(bag_of_sequence)
     )
     return found if as_good else bag_of_sequence
 
 
 def _fill_homes(
-    work: SequenceWork, home: Int[np.ndarray, " n"], heaviest_first: Int[np.ndarray, " n"], caps: BagShares
+    work: SequenceWork,
+    home: Int[np.ndarray, " n"],
+    heaviest_first: Int[np.ndarray, " n"],
+    caps: tuple[float, float, float],
 ) -> Int[np.ndarray, " n"] | None:
-    """Heaviest first, each sequence home if it fits under the caps; then the rest to the bag of least load."""
+    """Heaviest first, each sequence home if it fits under the caps; then the rest to the bag of least load.
+
+    The caps are on a device's linear work, attention and load. None if one fits nowhere.
+    """
     sizes = work.sizes.tolist()
-    linear_cap, attention_cap, load_cap = caps.linear.max(), caps.attention.max(), caps.load
+    linear_cap, attention_cap, load_cap = caps
     linear, attention = [0.0] * len(sizes), [0.0] * len(sizes)
-    linear_of, attention_of, homes = work.linear.tolist(), work.attention.tolist(), home.tolist()
+    (linear_of, attention_of), homes = work.parts.tolist(), home.tolist()
     chosen, left = list(homes), []
 
     def fits(index: int, bag: int) -> bool:
         with_linear = linear[bag] + linear_of[index] / sizes[bag]
         with_attention = attention[bag] + attention_of[index] / sizes[bag]
-        if with_linear > linear_cap or with_attention > attention_cap or with_linear + with_attention > load_cap:
+        if (
+            with_linear > linear_cap
+            or with_attention > attention_cap
+            or with_linear + with_attention > load_cap
+        ):
             return False
         linear[bag], attention[bag] = with_linear, with_attention
         chosen[index] = bag

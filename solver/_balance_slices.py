@@ -1,4 +1,4 @@
-"""Slice tables of bags: every sequence cut in equal parts over the devices of its bag, tokens and heads alike."""
+"""Slice tables of bags: tokens and heads of every sequence, cut in equal parts over the devices of its bag."""
 
 import heapq
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ from solver._plan import BalanceProblem
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """One entry for every (device, sequence of its bag), by device, then sequence; part r of size of a sequence.
+    """One entry for every (device, sequence of its bag), by device, then sequence; part r of size of a
+    sequence.
 
     Attributes:
         by_bag: sequences by bag, then number.
@@ -55,19 +56,20 @@ def cut_tokens(
 
     The parts of ceil size of successive sequences go round the bag's devices: first all text remainders, then
     all image remainders from where those ended. A stretch of consecutive places around a circle covers every
-    place equally often but for one, so text, image and all tokens of a device are each within one of the share.
+    place equally often but for one, so a device's text, image and all tokens are each within one of the
+    share.
     """
     text = problem.text_lengths
     image = problem.lengths - text
     size = layout.size[bag_of_sequence]
     offset = np.zeros(len(size), np.int64)
     pieces = []
-    for tokens, origin in ((text, 0), (image, text)):
+    for tokens, origin in ((text, np.zeros_like(text)), (image, text)):
         if tokens.any():
             extra = tokens % size
             before, totals = _running(extra, bag_of_sequence, parts.by_bag, len(layout.size))
             start, num = _deal(tokens // size, extra, (offset + before) % size, parts)
-            start += origin if np.isscalar(origin) else origin[parts.sequence]
+            start += origin[parts.sequence]
             pieces.append((start, start + num))
             offset = totals[bag_of_sequence]
     table = np.empty((len(parts.sequence), len(pieces), 4), np.int32)
@@ -78,8 +80,8 @@ def cut_tokens(
         joined = (table[:, 0, 2] == table[:, 1, 1]) & (table[:, 0, 1] < table[:, 0, 2])
         table[joined, 1, 1] = table[joined, 0, 1]
         table[joined, 0, 2] = table[joined, 0, 1]
-    table = table.reshape(-1, 4)
-    return table[table[:, 1] < table[:, 2]]
+    slices = table.reshape(-1, 4)
+    return slices[slices[:, 1] < slices[:, 2]]
 
 
 def _running(
@@ -96,7 +98,7 @@ def _running(
 def _deal(
     whole: Int[np.ndarray, " n"], extra: Int[np.ndarray, " n"], first: Int[np.ndarray, " n"], parts: Parts
 ) -> tuple[Int[np.ndarray, " parts"], Int[np.ndarray, " parts"]]:
-    """Start and number of every part's items: `whole` each, one more for `extra` parts from `first` on, cyclic.
+    """Start and number of every part's tokens: `whole` each, one more for `extra` parts round from `first`.
 
     The longer parts occupy places [first, first + extra) of a circle of size places, of which place r has
     before it those in [first, r) and those that wrapped round to [0, first + extra - size).
@@ -115,8 +117,8 @@ def cut_heads(problem: BalanceProblem, parts: Parts) -> Int[np.ndarray, "head_sl
     """Deal the heads of every sequence to the devices of its bag.
 
     Evenly where the bag's size divides the heads. Otherwise the left-over heads go to the devices of the bag
-    with the least attention work so far, long sequences first. In a bag of more devices than heads, the line of
-    all (head, query) of a sequence is cut in equal contiguous parts.
+    with the least attention work so far, long sequences first. In a bag of more devices than heads, the line
+    of all (head, query) of a sequence is cut in equal contiguous parts.
     """
     length = problem.lengths[parts.sequence]
     whole, left_over = np.divmod(problem.num_heads, parts.size)

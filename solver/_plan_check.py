@@ -10,8 +10,8 @@ from solver._plan_measure import plan_from_slices
 def validate_plan(plan: BalancePlan) -> None:
     """Check a plan from scratch; for tests, and for plans that were built by hand or read from a file.
 
-    Every token of every sequence is in exactly one token slice and every (head, query) in exactly one head slice;
-    slices are sorted, non-empty and on devices that exist; the figures per device follow from them.
+    Every token of every sequence is in exactly one token slice and every (head, query) in exactly one head
+    slice; slices are sorted, non-empty and on devices that exist; the figures per device follow from them.
 
     Args:
         plan: the plan to check.
@@ -62,7 +62,7 @@ def _check_tokens(plan: BalancePlan) -> None:
 
 
 def _check_heads(plan: BalancePlan) -> None:
-    """Sweep over heads: inside a sequence, between two heads where slices begin or end, the queries are tiled."""
+    """Of every sequence, between heads at which slices begin or end, the slices' queries tile its length."""
     sequence, head_start, head_stop, query_start, query_stop, _ = plan.head_slices.astype(np.int64).T
     if ((head_start >= head_stop) | (query_start >= query_stop)).any():
         raise ValueError("validate_plan: no head slice is empty; one has start >= stop.")

@@ -25,7 +25,7 @@ def plan_from_slices(
         The plan. It is not checked: `validate_plan` does.
     """
     num_devices = problem.topology.num_devices
-    sequence, start, stop, device = token_slices.astype(np.int64).T
+    sequence, start, stop, device = _columns(token_slices)
     num_tokens = stop - start
     text = problem.text_lengths[sequence]
     num_text = np.minimum(stop, text) - np.minimum(start, text)
@@ -58,7 +58,7 @@ def _attention_work(
     problem: BalanceProblem, head_slices: Int[np.ndarray, "head_slices 6"]
 ) -> Float[np.ndarray, " devices"]:
     """Seconds of attention per device: `4 d gamma / H` for every query-key pair of every head."""
-    sequence, head_start, head_stop, query_start, query_stop, device = head_slices.astype(np.int64).T
+    sequence, head_start, head_stop, query_start, query_stop, device = _columns(head_slices)
     pairs = (head_stop - head_start) * (query_stop - query_start) * problem.lengths[sequence]
     pair_s = float(problem.cost.attention(1.0)) / problem.num_heads
     return np.bincount(device, weights=pairs, minlength=problem.topology.num_devices) * pair_s
@@ -71,75 +71,63 @@ def _count_rows(
 ) -> Int[np.ndarray, "3 devices"]:
     """`rows`, `rows_sent` and `rows_across_machines` of every device.
 
-    A token goes to each device once for every head of its sequence held there. With c(s, e) heads of sequence s
-    on device e, a token of s on device d is sent sum over e of c(s, e), less c(s, d), times; the rows that leave
-    the machine follow in the same way from the heads held on all its devices.
+    A token goes to each device once for every head of its sequence held there. With c(s, e) heads of sequence
+    s on device e, a token of s on device d is sent sum over e of c(s, e), less c(s, d), times; the rows that
+    leave the machine follow in the same way from the heads held on all its devices.
     """
     topology = problem.topology
     num_devices, num_sequences = topology.num_devices, len(problem.lengths)
-    heads = _distinct_heads(head_slices)
-    sequence, device = head_slices[:, 0].astype(np.int64), head_slices[:, -1].astype(np.int64)
+    sequence, head_start, head_stop, _, _, device = _columns(head_slices)
+    heads = _distinct_heads(sequence, head_start, head_stop, device)
     rows = _sum_by(device, heads * problem.lengths[sequence], num_devices)
     of_sequence = _sum_by(sequence, heads, num_sequences)
 
-    token_sequence, start, stop, token_device = token_slices.astype(np.int64).T
+    token_sequence, start, stop, token_device = _columns(token_slices)
     num_tokens = stop - start
     sent_to = of_sequence[token_sequence]
-    here = _lookup(
-        device * num_sequences + sequence,
-        heads,
-        token_device * num_sequences + token_sequence,
-        presorted=True,
-    )
+    here = _lookup(device * num_sequences + sequence, heads, token_device * num_sequences + token_sequence)
     rows_sent = _sum_by(token_device, num_tokens * (sent_to - here), num_devices)
     if topology.num_machines == 1:
         return np.stack([rows, rows_sent, np.zeros_like(rows)])
-    in_machine = _lookup(
-        device // topology.devices_per_machine * num_sequences + sequence,
-        heads,
-        token_device // topology.devices_per_machine * num_sequences + token_sequence,
-        presorted=False,
-    )
-    return np.stack(
-        [rows, rows_sent, _sum_by(token_device, num_tokens * (sent_to - in_machine), num_devices)]
-    )
+    machine, token_machine = topology.machine_of(device), topology.machine_of(token_device)
+    in_machine = _sum_by(machine * num_sequences + sequence, heads, topology.num_machines * num_sequences)
+    sent_in_machine = in_machine[token_machine * num_sequences + token_sequence]
+    rows_across = _sum_by(token_device, num_tokens * (sent_to - sent_in_machine), num_devices)
+    return np.stack([rows, rows_sent, rows_across])
 
 
-def _distinct_heads(head_slices: Int[np.ndarray, "head_slices 6"]) -> Int[np.ndarray, " head_slices"]:
+def _distinct_heads(
+    sequence: Int[np.ndarray, " head_slices"],
+    head_start: Int[np.ndarray, " head_slices"],
+    head_stop: Int[np.ndarray, " head_slices"],
+    device: Int[np.ndarray, " head_slices"],
+) -> Int[np.ndarray, " head_slices"]:
     """Heads each slice adds to those the slices before it have of the same sequence on the same device.
 
     Slices of one head with different query ranges share its keys, so a head counts once on a device.
     """
-    sequence, head_start, head_stop = head_slices[:, :3].astype(np.int64).T
-    device = head_slices[:, -1]
-    if not len(sequence):
-        return head_stop
-    fresh = np.ones(len(sequence), bool)
-    fresh[1:] = (sequence[1:] != sequence[:-1]) | (device[1:] != device[:-1])
-    if fresh.all():
+    same = (sequence[1:] == sequence[:-1]) & (device[1:] == device[:-1])
+    if not same.any():
         return head_stop - head_start
     # A running maximum of head_stop within each (device, sequence): groups are kept apart by adding more than
-    # any head_stop per group, and slices are sorted, so what a slice's predecessors cover ends at that maximum.
-    base = np.cumsum(fresh) * (int(head_stop.max()) + 1)
-    covered = np.maximum.accumulate(base + head_stop)
-    covered[1:] = np.maximum(covered[:-1] - base[1:], 0)
-    covered[0] = 0
+    # any head_stop per group, and slices are sorted, so what the slices before cover ends at that maximum.
+    base = np.concatenate([[0], np.cumsum(~same)]) * (int(head_stop.max()) + 1)
+    covered = np.zeros_like(head_stop)
+    covered[1:] = np.maximum(np.maximum.accumulate(base + head_stop)[:-1] - base[1:], 0)
     return np.maximum(head_stop - np.maximum(head_start, covered), 0)
 
 
 def _lookup(
-    keys: Int[np.ndarray, " m"],
-    values: Int[np.ndarray, " m"],
-    wanted: Int[np.ndarray, " n"],
-    *,
-    presorted: bool,
+    keys: Int[np.ndarray, " m"], values: Int[np.ndarray, " m"], wanted: Int[np.ndarray, " n"]
 ) -> Int[np.ndarray, " n"]:
-    """Sum of the values of each wanted key; 0 where there is none."""
-    if not presorted:
-        order = np.argsort(keys, kind="stable")
-        keys, values = keys[order], values[order]
+    """Sum of the values of each wanted key; 0 where there is none. Keys are sorted."""
     upto = np.concatenate([[0], np.cumsum(values)])
     return upto[np.searchsorted(keys, wanted, side="right")] - upto[np.searchsorted(keys, wanted)]
+
+
+def _columns(table: Int[np.ndarray, "rows columns"]) -> Int[np.ndarray, "columns rows"]:
+    """Columns of a slice table as contiguous int64 arrays."""
+    return np.ascontiguousarray(table.T, dtype=np.int64)
 
 
 def _sum_by(

@@ -8,7 +8,8 @@ from jaxtyping import Int
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Machines of equally many devices, numbered consecutively: machine of device i = i // devices_per_machine.
+    """Machines of equally many devices, numbered consecutively: machine of device i = i //
+    devices_per_machine.
 
     Args:
         num_machines: how many machines.
