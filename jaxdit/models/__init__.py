@@ -1,6 +1,10 @@
 """Diffusion transformers on packed rows: arrays of tokens with segment ids, no batch dimension."""
 
+from ._dit import DiT as DiT
+from ._dit_config import DiTConfig as DiTConfig
+from ._dit_config import dit_config as dit_config
 from ._gather import rows_of_sequences as rows_of_sequences
+from ._gather import sums_of_sequences as sums_of_sequences
 from ._mmdit import MMDiT as MMDiT
 from ._mmdit_config import FLUX_DEV as FLUX_DEV
 from ._mmdit_config import FLUX_SCHNELL as FLUX_SCHNELL
@@ -19,11 +23,15 @@ __all__ = [
     "FLUX_SCHNELL",
     "REMAT_POLICIES",
     "Attention",
+    "DiT",
+    "DiTConfig",
     "ImageLabelRows",
     "ImageTextRows",
     "LayerScan",
     "MMDiT",
     "MMDiTConfig",
+    "dit_config",
     "rows_of_sequences",
     "scan_layers",
+    "sums_of_sequences",
 ]

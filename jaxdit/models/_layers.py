@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ._angles import cos_sin
 from ._gather import rows_of_sequences
 
 __all__ = [
@@ -89,11 +91,11 @@ def zero_padding_rows(x: Float[Array, "n c"], ids: Int[Array, "n"]) -> Float[Arr
 def sinusoid(
     time: Float[Array, "s"], *, size: int = 256, max_period: float = 10_000.0
 ) -> Float[Array, "s e"]:
-    """[cos(time * f), sin(time * f)] in float32 with `size / 2` frequencies from 1 down to 1 / max_period."""
+    """[cos(time * f), sin(time * f)] in float32 with `size / 2` frequencies from 1 towards 1 / max_period."""
     half = size // 2
-    frequencies = jnp.exp(-math.log(max_period) * jnp.arange(half, dtype=jnp.float32) / half)
-    angles = time.astype(jnp.float32)[:, None] * frequencies[None, :]
-    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=1)
+    omega = np.exp(-math.log(max_period) * np.arange(half, dtype=np.float64) / half)
+    positions = jnp.broadcast_to(time[:, None], (time.shape[0], half))
+    return jnp.concatenate(cos_sin(positions, omega), axis=1)
 
 
 class EmbedMLP(nnx.Module):

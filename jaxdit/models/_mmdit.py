@@ -14,14 +14,14 @@ leading axis, `s` is `img` or `txt`:
     (D) s.modulation                (D) s_mod.lin                       (F) norm1.linear, norm1_context.linear
     (D) s.qkv                       (D) s_attn.qkv                      (F) attn.to_q | to_k | to_v,
                                                                        add_q_proj | add_k_proj | add_v_proj
-    (D) s.query_norm, s.key_norm    (D) s_attn.norm.query_norm, key_norm (F) attn.norm_q, norm_k, norm_added_*
+    (D) s.query_norm, s.key_norm    (D) s_attn.norm.query_norm...    (F) attn.norm_q, norm_k, norm_added_*
     (D) s.proj                      (D) s_attn.proj                     (F) attn.to_out.0, attn.to_add_out
-    (D) s.mlp.in_layer, .out_layer  (D) s_mlp.0, .2                     (F) ff.net.0.proj, .2, ff_context.net...
+    (D) s.mlp.in_layer, .out_layer  (D) s_mlp.0, .2                     (F) ff.net.0.proj, .2, ff_context...
     (S) modulation                  (S) modulation.lin                  (T) norm.linear
     (S) linear1                     (S) linear1                         (T) attn.to_q | to_k | to_v | proj_mlp
     (S) query_norm, key_norm        (S) norm.query_norm, norm.key_norm  (T) attn.norm_q, norm_k
     (S) linear2                     (S) linear2                         (T) proj_out
-    final_layer.modulation          final_layer.adaLN_modulation.1      norm_out.linear, its two halves swapped
+    final_layer.modulation          final_layer.adaLN_modulation.1      norm_out.linear, halves swapped
     final_layer.linear              final_layer.linear                  proj_out
 
 (D) double_blocks, (S) single_blocks, there followed by the block's number; (E) time_text_embed,
@@ -52,7 +52,7 @@ from ._layers import (
 from ._mmdit_config import MMDiTConfig
 from ._rope import RopeTable, apply_rope, rope_table
 from ._rows import Attention, ImageTextRows, LayerScan
-from ._scan import name_attention, scan_layers
+from ._scan import name_attention, run_layers, scan_layers
 
 __all__ = ["MMDiT"]
 
@@ -225,27 +225,20 @@ class MMDiT(nnx.Module):
         consts = nnx.silu(cond)
         txt = self.txt_in(zero_padding_rows(rows.txt, rows.txt_segment_ids))
         img = self.img_in(zero_padding_rows(rows.img, rows.img_segment_ids))
+
+        def apply(block: Any, carry: Any, consts: Any) -> Any:
+            return block(carry, consts, joint, attention)
+
         if self.double_blocks is not None:
-            txt, img = _run(layer_scan, self.double_blocks, (txt, img), consts, joint, attention)
+            txt, img = run_layers(layer_scan, self.double_blocks, apply, (txt, img), consts)
         x = jnp.concatenate([txt, img])
         if self.single_blocks is not None:
-            x = _run(layer_scan, self.single_blocks, x, consts, joint, attention)
+            x = run_layers(layer_scan, self.single_blocks, apply, x, consts)
         return self.final_layer(x[joint.num_txt :], cond, joint.img_ids)
 
     def _rope(self, rows: ImageTextRows) -> RopeTable:
         positions = jnp.concatenate([rows.txt_positions, rows.img_positions])
         return rope_table(positions, axes_dim=self.config.axes_dim, theta=self.config.theta)
-
-
-def _run(
-    layer_scan: LayerScan, blocks: Any, carry: Any, consts: Array, joint: _Joint, attention: Attention
-) -> Any:
-    graph, state = nnx.split(blocks)
-
-    def layer(params: Any, carry: Any, consts: Any) -> Any:
-        return nnx.merge(graph, params)(carry, consts, joint, attention)
-
-    return layer_scan(layer, nnx.to_pure_dict(state), carry, consts)
 
 
 def _check_guidance(config: MMDiTConfig, rows: ImageTextRows) -> None:

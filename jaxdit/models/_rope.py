@@ -2,10 +2,11 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num
+
+from ._angles import cos_sin
 
 __all__ = ["RopeTable", "apply_rope", "rope_table"]
 
@@ -21,20 +22,8 @@ class RopeTable(NamedTuple):
         return RopeTable(self.cos[start:stop], self.sin[start:stop])
 
 
-def _frequencies(axes_dim: tuple[int, ...], theta: float) -> tuple[np.ndarray, np.ndarray]:
-    """Frequencies of all pairs as a sum high + low, where high has 12 significant bits."""
-    omega = np.concatenate([theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim) for dim in axes_dim])
-    mantissa, exponent = np.frexp(omega)
-    high = np.ldexp(np.round(mantissa * 4096) / 4096, exponent)
-    return high.astype(np.float32), (omega - high).astype(np.float32)
-
-
 def rope_table(positions: Num[Array, "n axes"], *, axes_dim: tuple[int, ...], theta: float) -> RopeTable:
     """Computes the angles of packed rows: pair j of axis a turns by position_a * theta^(-2 j / axes_dim[a]).
-
-    The original computes angles in float64. Here the frequency is split in two float32 parts of which the
-    first times an integer position below 4096 is exact, so cosine and sine of the sum are right to about
-    2e-7 where a plain float32 product is off by up to 2e-4. Positions carry no gradient.
 
     Args:
         positions: position of each row on each axis, int32 or float32.
@@ -44,21 +33,11 @@ def rope_table(positions: Num[Array, "n axes"], *, axes_dim: tuple[int, ...], th
     Returns:
         The table, `sum(axes_dim) / 2` angles per row.
 
-    Reference: FLUX.1, `rope`; RoFormer (arXiv 2104.09864), equation 15.
+    Reference: FLUX.1; RoFormer (arXiv 2104.09864), equation 15.
     """
-    high, low = _frequencies(axes_dim, theta)
+    omega = np.concatenate([theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim) for dim in axes_dim])
     axis_of_pair = np.repeat(np.arange(len(axes_dim)), [dim // 2 for dim in axes_dim])
-    positions = jax.lax.stop_gradient(positions.astype(jnp.float32))[:, axis_of_pair]
-    coarse, fine = positions * high[None, :], positions * low[None, :]
-    cos_coarse, sin_coarse, cos_fine, sin_fine = (
-        jnp.cos(coarse),
-        jnp.sin(coarse),
-        jnp.cos(fine),
-        jnp.sin(fine),
-    )
-    return RopeTable(
-        cos=cos_coarse * cos_fine - sin_coarse * sin_fine, sin=sin_coarse * cos_fine + cos_coarse * sin_fine
-    )
+    return RopeTable(*cos_sin(positions[:, axis_of_pair], omega))
 
 
 def apply_rope(x: Float[Array, "n h d"], table: RopeTable) -> Float[Array, "n h d"]:

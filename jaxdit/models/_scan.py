@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ._rows import LayerScan
@@ -74,3 +75,18 @@ def scan_layers(policy: str = "none", *, unroll: int = 1) -> LayerScan:
         return jax.lax.scan(body, carry, stacked_params, unroll=unroll)[0]
 
     return layer_scan
+
+
+def run_layers(
+    layer_scan: LayerScan, blocks: Any, apply: Callable[[Any, Any, Any], Any], carry: Any, consts: Any
+) -> Any:
+    """Runs stacked modules by `layer_scan`, each as `carry = apply(block, carry, consts)`.
+
+    Modules become plain nested dicts of arrays here, so a scan (or an FSDP version of it) needs no Flax.
+    """
+    graph, state = nnx.split(blocks)
+
+    def layer(params: Any, carry: Any, consts: Any) -> Any:
+        return apply(nnx.merge(graph, params), carry, consts)
+
+    return layer_scan(layer, nnx.to_pure_dict(state), carry, consts)

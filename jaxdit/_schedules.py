@@ -1,0 +1,209 @@
+"""Times of training and sampling: flow time drawn and shifted, and the tables of a discrete diffusion."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+__all__ = [
+    "DiffusionSchedule",
+    "ResolutionShift",
+    "diffusion_steps",
+    "flow_sigmas",
+    "linear_schedule",
+    "logit_normal_time",
+    "shift_time",
+    "spaced_steps",
+]
+
+
+def logit_normal_time(
+    uniform: Float[Array, "s"], *, mean: float = 0.0, std: float = 1.0
+) -> Float[Array, "s"]:
+    """Turns uniform numbers into logit-normal times, sigmoid(mean + std * z) with z standard normal.
+
+    Args:
+        uniform: numbers in (0, 1), see `sequence_times`; they are themselves the uniform times.
+        mean: location before the sigmoid; above 0 favours noise.
+        std: scale before the sigmoid, positive.
+
+    Returns:
+        Times in (0, 1).
+
+    Raises:
+        ValueError: if `std` is not positive.
+
+    Reference: Esser et al., arXiv 2403.03206, equation 19.
+    """
+    if std <= 0:
+        raise ValueError(f"logit_normal_time: std must be positive; got std={std}. SD3 uses 1.")
+    return jax.nn.sigmoid(mean + std * jax.scipy.special.ndtri(uniform))
+
+
+def shift_time(time: Float[Array, "*s"], mu: float | Float[Array, "*s"]) -> Float[Array, "*s"]:
+    """Moves times towards noise: t' = e^mu / (e^mu + 1 / t - 1), with 0 and 1 fixed.
+
+    A constant shift by the factor a, a t / (1 + (a - 1) t), is the same with mu = log(a).
+
+    Args:
+        time: times in [0, 1].
+        mu: logarithm of the shift, one for all or one per time; 0 changes nothing.
+
+    Returns:
+        Shifted times.
+
+    Reference: FLUX.1, `time_shift`; Esser et al., arXiv 2403.03206, equation 23.
+    """
+    factor = jnp.exp(jnp.asarray(mu, jnp.float32))
+    return factor * time / (1 + (factor - 1) * time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolutionShift:
+    """mu of `shift_time` as a linear function of a sequence's image tokens; the defaults are FLUX.1's.
+
+    Attributes:
+        base_tokens: tokens at which mu is `base_mu`.
+        max_tokens: tokens at which mu is `max_mu`; the line goes on beyond both.
+        base_mu: see above.
+        max_mu: see above.
+
+    Raises:
+        ValueError: if the two token counts are equal.
+    """
+
+    base_tokens: int = 256
+    max_tokens: int = 4096
+    base_mu: float = 0.5
+    max_mu: float = 1.15
+
+    def __post_init__(self) -> None:
+        if self.base_tokens == self.max_tokens:
+            raise ValueError(
+                "ResolutionShift: base_tokens and max_tokens must differ; got "
+                f"base_tokens={self.base_tokens}, max_tokens={self.max_tokens}. "
+                "Give a constant mu to shift_time instead."
+            )
+
+    def mu(self, num_tokens: Int[Array, "s"]) -> Float[Array, "s"]:
+        """The logarithmic shift of sequences with so many image tokens."""
+        slope = (self.max_mu - self.base_mu) / (self.max_tokens - self.base_tokens)
+        return slope * (num_tokens.astype(jnp.float32) - self.base_tokens) + self.base_mu
+
+
+def flow_sigmas(
+    num_steps: int, mu: Float[Array, "s"], *, last: float | None = None
+) -> Float[Array, "steps_plus_1 s"]:
+    """Times at which a flow is sampled, from 1 (noise) to 0 (data), one column per sequence.
+
+    Equidistant from 1 to `last`, shifted by `shift_time`, then 0: the table of diffusers'
+    FlowMatchEulerDiscreteScheduler. With `last=None`, 1 / num_steps, it is what its FLUX.1 pipeline uses (mu
+    from `ResolutionShift`); its own default for a constant shift a, as in SD3, is mu = log(a) with
+    last = shift_time(0.001, mu).
+
+    Args:
+        num_steps: steps, at least 1.
+        mu: logarithmic shift of each sequence; zeros for none.
+        last: the last time before 0, unshifted, in (0, 1].
+
+    Returns:
+        Float32 times, strictly falling down each column.
+
+    Raises:
+        ValueError: for less than one step or `last` outside its range.
+    """
+    if num_steps < 1:
+        raise ValueError(f"flow_sigmas: num_steps must be at least 1; got num_steps={num_steps}. Try 28.")
+    last = 1 / num_steps if last is None else last
+    if not 0 < last <= 1:
+        raise ValueError(
+            f"flow_sigmas: last must be in (0, 1]; got last={last}. Leave it out for 1 / num_steps."
+        )
+    times = jnp.asarray(np.linspace(1.0, last, num_steps), jnp.float32)
+    columns = jnp.broadcast_to(times[:, None], (num_steps, mu.shape[0]))
+    shifted = shift_time(columns, jnp.broadcast_to(mu[None, :], columns.shape))
+    return jnp.concatenate([shifted, jnp.zeros((1, mu.shape[0]), jnp.float32)])
+
+
+@dataclass(frozen=True, slots=True)
+class DiffusionSchedule:
+    """Tables of a discrete diffusion with T steps, indexed by step 0 .. T - 1 (0 = least noise), float64.
+
+    Attributes:
+        betas: variance added by a step.
+        alphas_cumprod: share of the data's variance left after a step.
+    """
+
+    betas: np.ndarray
+    alphas_cumprod: np.ndarray
+
+    @property
+    def num_steps(self) -> int:
+        """T."""
+        return len(self.betas)
+
+    @property
+    def alphas_cumprod_before(self) -> np.ndarray:
+        """`alphas_cumprod` of the step before, 1 at step 0."""
+        return np.append(1.0, self.alphas_cumprod[:-1])
+
+    @property
+    def posterior_variance(self) -> np.ndarray:
+        """Variance of q(x_{k-1} | x_k, x_0); 0 at step 0."""
+        return self.betas * (1 - self.alphas_cumprod_before) / (1 - self.alphas_cumprod)
+
+
+def linear_schedule(num_steps: int = 1000) -> DiffusionSchedule:
+    """Linear betas from 1e-4 to 0.02 (at 1000 steps; scaled by 1000 / num_steps otherwise), as DiT's.
+
+    Args:
+        num_steps: T, at least 21, so that betas stay below 1.
+
+    Returns:
+        The tables.
+
+    Raises:
+        ValueError: for fewer steps.
+
+    Reference: Ho et al., arXiv 2006.11239; Nichol & Dhariwal, arXiv 2102.09672.
+    """
+    if num_steps < 21:
+        raise ValueError(
+            "linear_schedule: num_steps must be at least 21, or a beta reaches 1; got "
+            f"num_steps={num_steps}. Train with 1000 and sample with fewer by spaced_steps."
+        )
+    scale = 1000 / num_steps
+    betas = np.linspace(scale * 1e-4, scale * 0.02, num_steps, dtype=np.float64)
+    return DiffusionSchedule(betas=betas, alphas_cumprod=np.cumprod(1 - betas))
+
+
+def diffusion_steps(uniform: Float[Array, "s"], num_steps: int) -> Int[Array, "s"]:
+    """Turns uniform numbers in (0, 1) into steps 0 .. num_steps - 1; the model's time is step / num_steps."""
+    return jnp.minimum((uniform * num_steps).astype(jnp.int32), num_steps - 1)
+
+
+def spaced_steps(num_steps: int, num_kept: int) -> Int[np.ndarray, "kept"]:
+    """Steps that a shortened sampler visits: evenly spaced from the last to the first, both kept.
+
+    Args:
+        num_steps: steps of the schedule.
+        num_kept: steps to visit, 1 .. num_steps.
+
+    Returns:
+        Falling int32 steps. With one step, the last.
+
+    Raises:
+        ValueError: for a count outside its range.
+
+    Reference: Nichol & Dhariwal, arXiv 2102.09672, section 4.
+    """
+    if not 1 <= num_kept <= num_steps:
+        raise ValueError(
+            f"spaced_steps: num_kept must be in 1 .. num_steps; got num_kept={num_kept}, "
+            f"num_steps={num_steps}. Take fewer steps."
+        )
+    if num_kept == 1:
+        return np.array([num_steps - 1], np.int32)
+    return np.round(np.linspace(0, num_steps - 1, num_kept)).astype(np.int32)[::-1].copy()
