@@ -52,13 +52,20 @@ def _sum(rows: Array, segment_ids: Array, num_sequences: int) -> Array:
     )
 
 
+def _varying_axes(x: Array) -> frozenset[str]:
+    aval = jax.typeof(x)
+    if hasattr(aval, "vma"):  # its name before jax 0.10.2
+        return aval.vma
+    return aval.manual_axis_type.varying
+
+
 def _vary_like(x: Array, other: Array) -> Array:
     """Marks x as varying over the mesh axes over which `other` does.
 
     Inside shard_map a table may be the same on all devices while segment ids differ. A custom gradient must
     have the type of its input; with this mark, which autodiff transposes to the sum over devices, it has.
     """
-    missing = tuple(sorted(jax.typeof(other).vma - jax.typeof(x).vma))
+    missing = tuple(sorted(_varying_axes(other) - _varying_axes(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
