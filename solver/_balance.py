@@ -61,17 +61,17 @@ def balance(
     spec = BagSpec(((1, num_devices),)) if bags is None else _check_bags(bags)
     layout = spec.layout(num_devices)
     work = work_of(problem)
-    load_bound, step_bound = lower_bounds(problem, layout, work)
+    bounds = lower_bounds(problem, layout, work)
     bag_of_sequence = problem.home
     if bags is not None:
-        bag_of_sequence = assign_to_bags(problem, layout, work, floor=step_bound)
+        bag_of_sequence = assign_to_bags(problem, layout, work, floors=bounds[:, 1])
     parts = make_parts(bag_of_sequence, layout)
-    unit_s = FLOP_UNIT * cost.seconds_per_flop
+    load_bound_s, step_bound_s = (bounds.max(axis=0) * (FLOP_UNIT * cost.seconds_per_flop)).tolist()
     return plan_from_slices(
         problem,
         cut_tokens(problem, bag_of_sequence, layout, parts),
         cut_heads(problem, parts),
-        lower_bounds=(load_bound * unit_s, step_bound * unit_s),
+        lower_bounds=(load_bound_s, step_bound_s),
     )
 
 

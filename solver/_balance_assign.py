@@ -17,7 +17,11 @@ _TRIES, _BAGS_PER_TRY = 4, 4
 
 
 def assign_to_bags(
-    problem: BalanceProblem, layout: BagLayout, work: Float[np.ndarray, "3 n"], *, floor: float
+    problem: BalanceProblem,
+    layout: BagLayout,
+    work: Float[np.ndarray, "3 n"],
+    *,
+    floors: Float[np.ndarray, " replicas"],
 ) -> Int[np.ndarray, " n"]:
     """Choose a bag for every sequence; each replica balances the sequences at home on its devices.
 
@@ -29,15 +33,14 @@ def assign_to_bags(
         problem: the sequences and devices.
         layout: the bags.
         work: linear work, attention and their sum of every sequence.
-        floor: step, in the same unit, that no assignment beats.
+        floors: step of each replica, in the same unit, that no assignment beats.
 
     Returns:
         Bag of every sequence.
     """
-    floor *= 1 + _CLOSE
     home_bag = layout.bag_of_device[problem.home]
     bag_of_sequence = np.empty(work.shape[1], np.int64)
-    for replica in range(int(layout.replica[-1]) + 1):
+    for replica, floor in enumerate((floors * (1 + _CLOSE)).tolist()):
         bags = np.flatnonzero(layout.replica == replica)
         mine = np.flatnonzero(layout.replica[home_bag] == replica)
         local = SequenceWork(work[:, mine], layout.size[bags])

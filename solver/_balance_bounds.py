@@ -1,5 +1,7 @@
 """What no assignment to bags can beat."""
 
+import math
+
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -23,23 +25,23 @@ def work_of(problem: BalanceProblem) -> Float[np.ndarray, "3 n"]:
 
 def lower_bounds(
     problem: BalanceProblem, layout: BagLayout, work: Float[np.ndarray, "3 n"]
-) -> tuple[float, float]:
+) -> Float[np.ndarray, "replicas 2"]:
     """Work below which no assignment to these bags has its fullest device's load, and its static-shape step.
 
     A replica keeps the sequences at home on its devices. The step is at least the linear layers of the least
     possible most tokens plus the least possible most attention. In the unit of `work`.
     """
-    least = np.zeros(3)
+    token = float(CostModel(problem.cost.width, problem.cost.gamma).linear(1)) / FLOP_UNIT
     replica_of_sequence = layout.replica[layout.bag_of_device[problem.home]]
-    for replica in range(int(layout.replica[-1]) + 1):
+    bounds = np.zeros((int(layout.replica[-1]) + 1, 2))
+    for replica, bound in enumerate(bounds):
         mine = work[:, replica_of_sequence == replica]
         if mine.size:
             falling = mine[:, np.argsort(-mine[2], kind="stable")]
-            least = np.maximum(least, _least_shares(falling, layout.size[layout.replica == replica]))
-    linear, attention, load = least.tolist()
-    token = float(CostModel(problem.cost.width, problem.cost.gamma).linear(1)) / FLOP_UNIT
-    whole_tokens = float(np.ceil(linear / token * (1 - 1e-12)))  # a whole number may have been rounded up
-    return load, max(load, whole_tokens * token + attention)
+            linear, attention, load = _least_shares(falling, layout.size[layout.replica == replica]).tolist()
+            whole_tokens = math.ceil(linear / token * (1 - 1e-12))  # a whole number may have been rounded up
+            bound[:] = load, max(load, whole_tokens * token + attention)
+    return bounds
 
 
 def _least_shares(

@@ -1,4 +1,4 @@
-"""Slice tables of bags: tokens and heads of every sequence, cut in equal parts over the devices of its bag."""
+"""Slice tables of bags: tokens and heads of each sequence, cut in equal parts over the devices of its bag."""
 
 import heapq
 from dataclasses import dataclass
