@@ -74,7 +74,7 @@ class BagSpec:
                 f"got num_devices={num_devices}. Choose bags whose sizes times numbers add up to a divisor."
             )
         num_replicas = num_devices // self.num_devices
-        size = np.tile(np.array(self.sizes, np.int64), num_replicas)
+        size = np.array(self.sizes * num_replicas, np.int64)
         return BagLayout(
             first_device=np.cumsum(size) - size,
             size=size,

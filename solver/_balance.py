@@ -49,7 +49,7 @@ def balance(
         Layouts as run-length slices, and what they cost each device.
 
     Raises:
-        TypeError: bags of another type.
+        TypeError: bags of another type; num_devices or num_heads that is no integer.
         ValueError: lengths, homes or text lengths that are not integers, of different shapes or out of range;
             num_devices or num_heads below 1; a topology of another number of devices; a bad bag spec.
         NotImplementedError: `bags="auto"`.
@@ -57,7 +57,21 @@ def balance(
     Reference: KnapFormer, arXiv 2508.06001, sections 3.1-3.2. We also search beyond its greedy assignment,
     and deal heads that a bag's size does not divide.
     """
-    problem = _check(lengths, home, num_devices, text_lengths, num_heads, cost, topology)
+    topology = _check_topology(num_devices, topology)
+    length_array = _integers("lengths", lengths, _INT32_MAX)
+    problem = BalanceProblem(
+        lengths=length_array,
+        text_lengths=(
+            np.zeros_like(length_array)
+            if text_lengths is None
+            else _integers("text_lengths", text_lengths, _INT32_MAX)
+        ),
+        home=_integers("home", home, num_devices - 1),
+        num_heads=_at_least_one("num_heads", num_heads),
+        topology=topology,
+        cost=cost,
+    )
+    _check_sequences(problem)
     spec = BagSpec(((1, num_devices),)) if bags is None else _check_bags(bags)
     layout = spec.layout(num_devices)
     work = work_of(problem)
@@ -84,46 +98,47 @@ def _check_bags(bags: str | BagSpec) -> BagSpec:
             "Give a spec such as 'g8n4', as many devices a bag as the longest sequence needs."
         )
     if not isinstance(bags, str):
-        raise TypeError(f"balance: bags is a string, a BagSpec or None; got {type(bags).__name__}.")
+        raise TypeError(
+            f"balance: bags is a string, a BagSpec or None; got {type(bags).__name__}. Write 'g8n4'."
+        )
     return parse_bags(bags)
 
 
-def _check(
-    lengths: ArrayLike,
-    home: ArrayLike,
-    num_devices: int,
-    text_lengths: ArrayLike | None,
-    num_heads: int,
-    cost: CostModel,
-    topology: Topology | None,
-) -> BalanceProblem:
-    for name, value in (("num_devices", num_devices), ("num_heads", num_heads)):
-        if value < 1:
-            raise ValueError(f"balance: {name} >= 1; got {name}={value}. Give the number there is.")
+def _check_topology(num_devices: int, topology: Topology | None) -> Topology:
+    _at_least_one("num_devices", num_devices)
     if topology is None:
-        topology = Topology(1, num_devices)
+        return Topology(1, num_devices)
     if topology.num_devices != num_devices:
         raise ValueError(
             f"balance: topology has num_devices devices; got {topology.num_machines} machines of "
             f"{topology.devices_per_machine} and num_devices={num_devices}. Make their product equal."
         )
-    length_array = _integers("lengths", lengths, _INT32_MAX)
-    home_array = _integers("home", home, num_devices - 1)
-    text_array = np.zeros_like(length_array)
-    if text_lengths is not None:
-        text_array = _integers("text_lengths", text_lengths, _INT32_MAX)
-    if not len(length_array) == len(home_array) == len(text_array):
+    return topology
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise TypeError(
+            f"balance: {name} is an integer; got {type(value).__name__}. Give the number there is."
+        )
+    if value < 1:
+        raise ValueError(f"balance: {name} >= 1; got {name}={value}. Give the number there is.")
+    return int(value)
+
+
+def _check_sequences(problem: BalanceProblem) -> None:
+    lengths, text_lengths, home = problem.lengths, problem.text_lengths, problem.home
+    if not len(lengths) == len(home) == len(text_lengths):
         raise ValueError(
             "balance: one home and one text length for every length; got shapes "
-            f"lengths={length_array.shape}, home={home_array.shape}, text_lengths={text_array.shape}."
+            f"lengths={lengths.shape}, home={home.shape}, text_lengths={text_lengths.shape}."
         )
-    above = np.flatnonzero(text_array > length_array)
+    above = np.flatnonzero(text_lengths > lengths)
     if len(above):
         raise ValueError(
-            f"balance: text_lengths <= lengths; got text_lengths={text_array[above[0]]} of "
-            f"lengths={length_array[above[0]]} at sequence {above[0]}. lengths counts text and image tokens."
+            f"balance: text_lengths <= lengths; got text_lengths={text_lengths[above[0]]} of "
+            f"lengths={lengths[above[0]]} at sequence {above[0]}. lengths counts text and image tokens."
         )
-    return BalanceProblem(length_array, text_array, home_array, num_heads, topology, cost)
 
 
 def _integers(name: str, values: ArrayLike, most: int) -> Int[np.ndarray, " n"]:

@@ -19,8 +19,10 @@ def work_of(problem: BalanceProblem) -> Float[np.ndarray, "3 n"]:
     """
     cost = CostModel(problem.cost.width, problem.cost.gamma)
     lengths = problem.lengths.astype(np.float64)
-    linear, attention = np.asarray(cost.linear(lengths)), np.asarray(cost.attention(lengths))
-    return np.stack([linear, attention, linear + attention]) / FLOP_UNIT
+    work = np.empty((3, len(lengths)))
+    work[0], work[1] = cost.linear(lengths), cost.attention(lengths)
+    work[2] = work[0] + work[1]
+    return work / FLOP_UNIT
 
 
 def lower_bounds(

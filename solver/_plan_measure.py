@@ -25,13 +25,13 @@ def plan_from_slices(
         The plan. It is not checked: `validate_plan` does.
     """
     num_devices = problem.topology.num_devices
-    sequence, start, stop, device = _columns(token_slices)
-    num_tokens = stop - start
+    token_columns, head_columns = _columns(token_slices), _columns(head_slices)
+    sequence, start, stop, device = token_columns
     text = problem.text_lengths[sequence]
     num_text = np.minimum(stop, text) - np.minimum(start, text)
-    tokens = _sum_by(device, num_tokens, num_devices)
-    attention_work = _attention_work(problem, head_slices)
-    rows, rows_sent, rows_across = _count_rows(problem, token_slices, head_slices)
+    tokens = _sum_by(device, stop - start, num_devices)
+    attention_work = _attention_work(problem, head_columns)
+    rows, rows_sent, rows_across = _count_rows(problem, token_columns, head_columns)
     return BalancePlan(
         lengths=problem.lengths,
         text_lengths=problem.text_lengths,
@@ -55,10 +55,10 @@ def plan_from_slices(
 
 
 def _attention_work(
-    problem: BalanceProblem, head_slices: Int[np.ndarray, "head_slices 6"]
+    problem: BalanceProblem, head_columns: Int[np.ndarray, "6 head_slices"]
 ) -> Float[np.ndarray, " devices"]:
     """Seconds of attention per device: `4 d gamma / H` for every query-key pair of every head."""
-    sequence, head_start, head_stop, query_start, query_stop, device = _columns(head_slices)
+    sequence, head_start, head_stop, query_start, query_stop, device = head_columns
     pairs = (head_stop - head_start) * (query_stop - query_start) * problem.lengths[sequence]
     pair_s = float(problem.cost.attention(1.0)) / problem.num_heads
     return np.bincount(device, weights=pairs, minlength=problem.topology.num_devices) * pair_s
@@ -66,8 +66,8 @@ def _attention_work(
 
 def _count_rows(
     problem: BalanceProblem,
-    token_slices: Int[np.ndarray, "token_slices 4"],
-    head_slices: Int[np.ndarray, "head_slices 6"],
+    token_columns: Int[np.ndarray, "4 token_slices"],
+    head_columns: Int[np.ndarray, "6 head_slices"],
 ) -> Int[np.ndarray, "3 devices"]:
     """`rows`, `rows_sent` and `rows_across_machines` of every device.
 
@@ -77,12 +77,12 @@ def _count_rows(
     """
     topology = problem.topology
     num_devices, num_sequences = topology.num_devices, len(problem.lengths)
-    sequence, head_start, head_stop, _, _, device = _columns(head_slices)
+    sequence, head_start, head_stop, _, _, device = head_columns
     heads = _distinct_heads(sequence, head_start, head_stop, device)
     rows = _sum_by(device, heads * problem.lengths[sequence], num_devices)
     of_sequence = _sum_by(sequence, heads, num_sequences)
 
-    token_sequence, start, stop, token_device = _columns(token_slices)
+    token_sequence, start, stop, token_device = token_columns
     num_tokens = stop - start
     sent_to = of_sequence[token_sequence]
     here = _lookup(device * num_sequences + sequence, heads, token_device * num_sequences + token_sequence)
@@ -121,6 +121,8 @@ def _lookup(
     keys: Int[np.ndarray, " m"], values: Int[np.ndarray, " m"], wanted: Int[np.ndarray, " n"]
 ) -> Int[np.ndarray, " n"]:
     """Sum of the values of each wanted key; 0 where there is none. Keys are sorted."""
+    if len(keys) == len(wanted) and (keys == wanted).all() and (keys[1:] > keys[:-1]).all():
+        return values  # bags: a device has heads of the sequences of which it has tokens
     upto = np.concatenate([[0], np.cumsum(values)])
     return upto[np.searchsorted(keys, wanted, side="right")] - upto[np.searchsorted(keys, wanted)]
 

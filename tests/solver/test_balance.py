@@ -1,4 +1,4 @@
-"""Balancing with bags: rules of the cut, quality against the published balancer and the optimum, and bad input."""
+"""Balancing with bags: rules of the cut, and quality against the published balancer and the optimum."""
 
 import dataclasses
 import subprocess
@@ -46,9 +46,6 @@ def same_bytes(a: BalancePlan, b: BalancePlan) -> bool:
         x.tobytes() == y.tobytes() and x.dtype == y.dtype if isinstance(x, np.ndarray) else x == y
         for x, y in values
     )
-
-
-# The published balancer
 
 
 @pytest.mark.parametrize("name", sorted(GOLDEN["peer_plans"]))
@@ -108,13 +105,11 @@ def test_without_balancing_every_sequence_stays_whole_at_home(mix, before, step_
     assert np.mean(steps) == pytest.approx(step_before, rel=0.02)
 
 
-# Against the optimum
-
-SMALL = [([1, 1, 1, 1, 1, 1, 1, 1], 1), ([2, 2, 2, 2], 2), ([1, 1, 2, 4], 3), ([1, 3, 4], 4), ([4, 4], 5)]
+SMALL = [([2, 2, 2, 2], 2), ([1, 1, 2, 4], 3), ([1, 3, 4], 4), ([4, 4], 5)]
 
 
 @pytest.mark.parametrize("gamma", [0.4, 4.0])
-@pytest.mark.parametrize(("sizes", "seed"), SMALL[1:])
+@pytest.mark.parametrize(("sizes", "seed"), SMALL)
 def test_step_of_small_cases_is_near_the_optimum(sizes, seed, gamma):
     """Against all assignments with no more load than the greedy's: mean excess, and never below the bound."""
     rng = np.random.default_rng(seed)
@@ -142,9 +137,6 @@ def test_equal_sequences_spread_evenly():
     assert plan.tokens.tolist() == [1024] * 8
     assert plan.load_max_over_mean == pytest.approx(1, rel=1e-14)
     assert plan.static_step_cost == pytest.approx(1, rel=1e-14)
-
-
-# Rules of the cut
 
 
 @pytest.mark.parametrize("bags", BAGS_OF_8)
@@ -247,8 +239,6 @@ def test_bags_are_named_after_the_homes_of_their_tokens():
     assert plan_8(lengths, home, bags="g2n4").load_max_over_mean < 1.02
 
 
-# Cases that must simply work
-
 CASES = {
     "none": [],
     "one": [1],
@@ -302,8 +292,6 @@ def test_any_step_gives_a_valid_plan_no_worse_than_the_greedy(sequences, sizes, 
         assert ours.load <= greedy.load * (1 + 1e-12)
         assert ours.step <= greedy.step * (1 + 1e-12)
 
-
-# Determinism
 
 _DIGEST = """
 import hashlib
@@ -360,46 +348,3 @@ def test_speed_of_a_device_scales_seconds_and_leaves_the_layouts():
     assert np.array_equal(plan.head_slices, timed.head_slices)
     np.testing.assert_allclose(timed.load, plan.load * 3e-15, rtol=1e-12)
     assert timed.load_lower_bound == pytest.approx(plan.load_lower_bound * 3e-15, rel=1e-12)
-
-
-# Bad input
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"lengths": [1.0, 2.0]}, r"lengths are integers; got dtype=float64"),
-        ({"lengths": [True, False]}, r"lengths are integers; got dtype=bool"),
-        ({"lengths": [3, -1]}, r"lengths in 0\.\.2147483647; got lengths=-1 at sequence 1"),
-        ({"lengths": [3, 2**31]}, r"lengths in 0\.\.2147483647; got lengths=2147483648 at sequence 1"),
-        ({"lengths": [[3, 4]]}, r"lengths is one-dimensional; got shape \(1, 2\)"),
-        ({"home": [0.0, 1.0]}, r"home are integers; got dtype=float64"),
-        ({"home": [0, 8]}, r"home in 0\.\.7; got home=8 at sequence 1"),
-        ({"home": [-1, 0]}, r"home in 0\.\.7; got home=-1 at sequence 0"),
-        ({"home": [0]}, r"got shapes lengths=\(2,\), home=\(1,\)"),
-        ({"text_lengths": [0]}, r"text_lengths=\(1,\)"),
-        ({"text_lengths": [0, 5]}, r"text_lengths <= lengths; got text_lengths=5 of lengths=4 at sequence 1"),
-        ({"text_lengths": [-1, 4]}, r"got text_lengths=-1 at sequence 0"),
-        ({"text_lengths": [0.5, 1]}, r"text_lengths are integers"),
-        ({"num_devices": 0}, r"num_devices >= 1; got num_devices=0"),
-        ({"num_heads": 0}, r"num_heads >= 1; got num_heads=0"),
-        ({"topology": Topology(2, 8)}, r"got 2 machines of 8 and num_devices=8"),
-        ({"bags": "g3n1"}, r"multiple of the 3 of g3n1; got num_devices=8"),
-        ({"bags": "8 bags"}, r"parse_bags: .*got spec='8 bags'"),
-    ],
-)
-def test_bad_input_is_refused(change, message):
-    good = {"lengths": [3, 4], "home": [0, 7], "num_devices": 8, "bags": "g2n4", "text_lengths": [3, 0]}
-    balance(**good)
-    with pytest.raises(ValueError, match=message):
-        balance(**good | change)
-
-
-def test_bags_of_another_type_are_refused():
-    with pytest.raises(TypeError, match="bags is a string, a BagSpec or None; got int"):
-        balance([1], [0], num_devices=1, bags=8)
-
-
-def test_auto_names_the_alternative():
-    with pytest.raises(NotImplementedError, match="Give a spec such as 'g8n4'"):
-        balance([1], [0], num_devices=1, bags="auto")
