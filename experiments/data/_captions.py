@@ -92,7 +92,7 @@ def _checked_row(path: Path, number: int, row: Mapping[str, object]) -> tuple[st
     name, text = (row.get(_FILE_FIELD), row.get(_TEXT_FIELD)) if isinstance(row, dict) else (None, None)
     if not isinstance(name, str) or not isinstance(text, str):
         raise DataError(
-            f"metadata_captions: every row needs strings '{_FILE_FIELD}' and '{_TEXT_FIELD}'; got row {number} "
+            f"metadata_captions: rows need strings '{_FILE_FIELD}' and '{_TEXT_FIELD}'; got row {number} "
             f"of {path} without. Repair it."
         )
     return Path(name).as_posix(), text

@@ -127,9 +127,16 @@ def _resized(image: Image.Image, choice: FrameChoice) -> UInt8[np.ndarray, "y x 
 def _image_size(file: BinaryIO) -> MediaSize:
     with Image.open(file) as image:
         width, height = image.size
-        if image.getexif().get(_ORIENTATION_TAG) in _SIDEWAYS:
+        if _orientation(image) in _SIDEWAYS:
             width, height = height, width
         return MediaSize(int(getattr(image, "n_frames", 1)), height, width)
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF orientation from what is before the pixels: a PNG would be decoded to look for a later one."""
+    if image.format == "PNG" and "exif" not in image.info:
+        return 1
+    return int(image.getexif().get(_ORIENTATION_TAG, 1))
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
@@ -147,10 +154,12 @@ def _as_rgb(image: Image.Image) -> Image.Image:
 def _image_frames(file: BinaryIO, choice: FrameChoice) -> list[np.ndarray]:
     frames = []
     with Image.open(file) as image:
+        turned = _orientation(image) != 1
         for number in choice.wanted():
             if number:
                 image.seek(number)
-            frames.append(_resized(_as_rgb(ImageOps.exif_transpose(image)), choice))
+            upright = ImageOps.exif_transpose(image) if turned else image
+            frames.append(_resized(_as_rgb(upright), choice))
     return frames
 
 

@@ -24,8 +24,8 @@ from jaxtyping import Int64
 from experiments.data._packing import length_classes, pack, pack_balanced, window_steps
 from experiments.data._types import Source
 
-# Bisection steps for the usable share of the budget: 2^-9 of it is left on the table at most.
-_BISECTIONS = 9
+# Bisection steps for the usable share of the budget: a window has at most 2^14 sequences or so.
+_BISECTIONS = 14
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,18 +61,27 @@ class _Stream:
         return sum(math.floor(self.rate * len(m)) for m in self.members)
 
 
-def _make_stream(source: int, lengths: Int64[np.ndarray, " n"], samples: float, *, classes: bool) -> _Stream:
-    """A source that gives `samples` samples to a window, whole ones where it gives many."""
-    whole = Fraction(math.floor(samples)) if samples >= 1 else Fraction(samples).limit_denominator(2**20)
-    rate = whole / len(lengths)
-    tops = length_classes(lengths, rate=float(rate)) if classes else lengths.max(keepdims=True)
+def _make_stream(source: int, lengths: Int64[np.ndarray, " n"], *, samples: float | None) -> _Stream:
+    """A source with classes that suit `samples` samples per window, or with a single class."""
+    tops = lengths.max(keepdims=True)
+    if samples is not None:
+        tops = length_classes(lengths, rate=samples / len(lengths))
     slot = np.searchsorted(tops, lengths)
-    members = tuple(np.flatnonzero(slot == c) for c in range(len(tops)))
-    return _Stream(source, lengths, tops, members, rate)
+    order = np.argsort(slot, kind="stable")
+    members = tuple(np.split(order, np.searchsorted(slot[order], np.arange(1, len(tops)))))
+    return _Stream(source, lengths, tops, members, Fraction(0))
+
+
+def _at_pace(stream: _Stream, samples: float) -> _Stream:
+    """The source giving `samples` samples to a window, a whole number where it gives many."""
+    whole = Fraction(math.floor(samples)) if samples >= 1 else Fraction(samples).limit_denominator(2**20)
+    return dataclasses.replace(stream, rate=whole / len(stream.lengths))
 
 
 class WindowPlan:
     """Deals samples of several sources to steps: `draw(step)`.
+
+    A sample lies at most a window away from where a plain walk through the shuffled epochs would place it.
 
     Args:
       sources: where samples come from; each has at least one.
@@ -116,7 +125,12 @@ class WindowPlan:
     def _fit(self) -> tuple[list[_Stream], Int64[np.ndarray, " slots"]]:
         """The streams that use most of the budget, and the step of every worst-case slot of a window."""
         for classes in (True, False):  # one class per source gives every window the same number of samples
-            best = self._bisect(classes)
+            best = self._bisect(
+                [
+                    _make_stream(k, x, samples=self._samples(k, 1.0) if classes else None)
+                    for k, x in enumerate(self._lengths)
+                ]
+            )
             if best is not None and sum(s.fewest() for s in best[0]) >= self.window:
                 return best
         longest = max(int(x.max()) for x in self._lengths)
@@ -126,11 +140,16 @@ class WindowPlan:
             "Raise token_budget, or give the sources with short sequences more weight."
         )
 
-    def _bisect(self, classes: bool) -> tuple[list[_Stream], Int64[np.ndarray, " slots"]] | None:
+    def _samples(self, source: int, share: float) -> float:
+        """Samples of a source in a window that uses a share of the budget."""
+        tokens = share * self.window * self._budget * self._weights[source]
+        return tokens / float(self._lengths[source].mean())
+
+    def _bisect(self, bare: list[_Stream]) -> tuple[list[_Stream], Int64[np.ndarray, " slots"]] | None:
         best, low, high = None, 0.0, 1.0
         for i in range(_BISECTIONS + 1):
             share = high if i == 0 else (low + high) / 2
-            streams = self._make_streams(share, classes)
+            streams = [_at_pace(s, self._samples(s.source, share)) for s in bare]
             template = self._pack_worst(streams)
             if template is not None:
                 best, low = (streams, template), share
@@ -139,13 +158,6 @@ class WindowPlan:
             else:
                 high = share
         return best
-
-    def _make_streams(self, share: float, classes: bool) -> list[_Stream]:
-        tokens = share * self.window * self._budget
-        return [
-            _make_stream(k, lengths, tokens * w / float(lengths.mean()), classes=classes)
-            for k, (w, lengths) in enumerate(zip(self._weights, self._lengths, strict=True))
-        ]
 
     def _pack_worst(self, streams: list[_Stream]) -> Int64[np.ndarray, " slots"] | None:
         sizes = [np.repeat(s.class_tops, s.most()) for s in streams]

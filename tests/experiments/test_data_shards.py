@@ -1,0 +1,110 @@
+"""WebDataset shards: members, captions, random access, damage."""
+
+import tarfile
+
+import numpy as np
+import pytest
+from _data_cases import gradient_image, image_bytes, save_clip, save_tar
+
+from experiments.data import DataError, MediaRules, WebDatasetShards, frames_from_rows
+
+RULES = MediaRules(patch=8, max_tokens=64, max_frames=2)
+
+
+def frames_of(source, index):
+    return frames_from_rows(source.read(index), grid=source.grid(index), patch=source.patch)
+
+
+def two_shards(folder):
+    save_clip(folder / "clip.mkv", 3, 16, 24, codec="ffv1")
+    clip = (folder / "clip.mkv").read_bytes()
+    save_tar(
+        folder / "train-000.tar",
+        [
+            ("b.png", image_bytes(16, 32, seed=1)),
+            ("b.txt", b"a gradient\n"),
+            ("b.json", b'{"caption": "unused"}'),
+            ("a.txt", b"before its picture"),
+            ("a.jpg", image_bytes(32, 16, form="JPEG")),
+        ],
+    )
+    save_tar(
+        folder / "train-001.tar",
+        [("x/a.mkv", clip), ("x/a.json", b'{"text": "moving"}'), ("x/.hidden.png", b"?"), ("x/a.cls", b"3")],
+    )
+
+
+def test_members_are_grouped_by_key_and_read_in_any_order(tmp_path):
+    two_shards(tmp_path)
+    source = WebDatasetShards(str(tmp_path / "train-*.tar"), rules=RULES)
+    assert [source.sample_name(i) for i in range(3)] == [
+        "train-000.tar:b.png",
+        "train-000.tar:a.jpg",
+        "train-001.tar:x/a.mkv",
+    ]
+    assert [source.text(i).tobytes() for i in range(3)] == [b"a gradient", b"before its picture", b"moving"]
+    assert source.grids.tolist() == [[1, 2, 4], [1, 4, 2], [2, 2, 3]]
+    np.testing.assert_allclose(frames_of(source, 2)[:, -4:].mean(axis=(1, 2, 3)), [20, 28], atol=3)
+    np.testing.assert_array_equal(frames_of(source, 0)[0], gradient_image(16, 32, seed=1))
+
+
+def test_ranges_and_wildcards_name_the_same_shards(tmp_path):
+    two_shards(tmp_path)
+    a = WebDatasetShards(str(tmp_path / "train-{000..001}.tar"), rules=RULES)
+    b = WebDatasetShards(str(tmp_path / "train-*.tar"), rules=RULES)
+    np.testing.assert_array_equal(a.grids, b.grids)
+    with pytest.raises(DataError, match=r"must match files.*train-002.tar"):
+        WebDatasetShards(str(tmp_path / "train-{000..002}.tar"), rules=RULES)
+    with pytest.raises(DataError, match="must match files"):
+        WebDatasetShards(str(tmp_path / "nothing-*.tar"), rules=RULES)
+    with pytest.raises(DataError, match="range must ascend"):
+        WebDatasetShards(str(tmp_path / "train-{3..1}.tar"), rules=RULES)
+
+
+def test_the_index_file_saves_scanning_the_shards(tmp_path, monkeypatch):
+    two_shards(tmp_path)
+    rules = MediaRules(patch=8, max_tokens=64, max_frames=2, index_folder=tmp_path / "cache")
+    pattern = str(tmp_path / "train-*.tar")
+    first = WebDatasetShards(pattern, rules=rules)
+    opened = []
+    original = tarfile.open
+    monkeypatch.setattr(tarfile, "open", lambda path, *a: opened.append(path.name) or original(path, *a))
+    again = WebDatasetShards(pattern, rules=rules)
+    assert opened == []
+    assert again.digest == first.digest
+    np.testing.assert_array_equal(again.read(1), first.read(1))
+    save_tar(tmp_path / "train-001.tar", [("y.png", image_bytes(16, 16)), ("y.txt", b"new")])
+    opened.clear()  # writing it opened it too
+    assert len(WebDatasetShards(pattern, rules=rules)) == 3
+    assert opened == ["train-001.tar"]
+
+
+def test_damaged_members_and_shards_are_skipped_and_named(tmp_path, caplog):
+    two_shards(tmp_path)
+    save_tar(
+        tmp_path / "train-002.tar",
+        [("bad.png", b"?"), ("bad.txt", b"bad"), ("ok.png", image_bytes(16, 16)), ("ok.txt", b"fine")],
+    )
+    cut = (tmp_path / "train-000.tar").read_bytes()[:700]
+    (tmp_path / "train-003.tar").write_bytes(cut)
+    (tmp_path / "train-004.tar").write_bytes(b"no tar at all" * 100)
+    source = WebDatasetShards(str(tmp_path / "train-*.tar"), rules=RULES)
+    assert len(source) == 4
+    for name in ("train-002.tar:bad.png", "train-003.tar", "train-004.tar"):
+        assert name in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("members", "match"),
+    [
+        ([("a.png", 0), ("a.jpg", 0), ("a.txt", b"x")], "one image or video"),
+        ([("a.png", 0), ("a.json", b"{nonsense")], "UTF-8 text or JSON"),
+        ([("a.png", 0), ("a.txt", b"\xff\xfe\xff")], "UTF-8 text or JSON"),
+        ([("a.png", 0), ("a.json", b'{"other": "x"}')], r"1 of 1 without: s.tar:a.png"),
+        ([("a.txt", b"only text")], "must be images or videos"),
+    ],
+)
+def test_unusable_shards_are_errors(tmp_path, members, match):
+    save_tar(tmp_path / "s.tar", [(n, image_bytes(16, 16) if c == 0 else c) for n, c in members])
+    with pytest.raises(DataError, match=match):
+        WebDatasetShards(str(tmp_path / "s.tar"), rules=RULES)
