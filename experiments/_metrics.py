@@ -4,17 +4,21 @@ import json
 import logging
 import math
 import os
+import socket
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
 import numpy as np
-from tensorboardX import SummaryWriter
+from tensorboardX import summary
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import RecordWriter
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -53,27 +57,18 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, workdir: str | Path, start_step: int = 0, *, flush_s: int = 10, enabled: bool | None = None
+        self, workdir: str | Path, start_step: int = 0, *, flush_s: float = 10.0, enabled: bool | None = None
     ) -> None:
         self._last_step = start_step - 1
+        self._path = Path(workdir) / METRICS_FILE
         self._file: TextIO | None = None
         if not (_is_first_process() if enabled is None else enabled):
             return
-        path = Path(workdir) / METRICS_FILE
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_rows_from(path, start_step)
-            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}. Choose another --workdir.") from error
-        self._events = SummaryWriter(
-            str(path.parent / EVENTS_FOLDER),
-            flush_secs=flush_s,
-            # TensorBoard hides events of these steps that an earlier run has left.
-            purge_step=start_step or None,
-            # The name holds the second of the start; a resumed run in the same second would overwrite it.
-            filename_suffix=f".{os.getpid()}.{start_step}",
-        )
+        with self._refusals_explained():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_rows_from(self._path, start_step)
+            self._events = _Events(self._path.parent / EVENTS_FOLDER, start_step, flush_s)
+            self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -108,25 +103,79 @@ class MetricsWriter:
         self._last_step = step
         if self._file is None:
             return
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
-        for name, value in values.items():
-            if not isinstance(row.get(name), list):
-                self._events.add_scalar(name, float(value), step)
-        for name, image in (images or {}).items():
-            self._events.add_image(name, image, step, dataformats="HWC")
+        with self._refusals_explained():
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+            numbers = {name: float(values[name]) for name in values if not isinstance(row[name], list)}
+            self._events.write(step, numbers, images or {})
 
     def flush(self) -> None:
         """Returns when everything written so far is on the disk."""
         if self._file is not None:
-            os.fsync(self._file.fileno())
-            self._events.flush()
+            with self._refusals_explained():
+                os.fsync(self._file.fileno())
+                self._events.flush()
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-            self._events.close()
+        """Writes what is still buffered and closes the files."""
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        with self._refusals_explained():
+            try:
+                file.close()
+            finally:
+                self._events.close()
+
+    @contextmanager
+    def _refusals_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self._path} and the events beside it: {error.strerror}. Make room or choose "
+                "another --workdir; what has been saved before is as it was."
+            ) from error
+
+
+class _Events:
+    """TensorBoard's event file.
+
+    tensorboardX's own SummaryWriter writes from a thread; when the disk is full that thread ends, and the
+    training would wait for it for ever once ten events are queued.
+    """
+
+    def __init__(self, folder: Path, start_step: int, flush_s: float) -> None:
+        folder.mkdir(exist_ok=True)
+        # TensorBoard wants "tfevents" and the time; process and step keep a resumed run in the same second apart.
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{start_step}"
+        self._writer = RecordWriter(str(folder / name))
+        self._flush_s, self._flushed_s = flush_s, time.monotonic()
+        self._write(file_version="brain.Event:2")
+        if start_step:
+            # TensorBoard hides events of these steps that an earlier run has left.
+            self._write(step=start_step, session_log=SessionLog(status=SessionLog.START))
+        self.flush()
+
+    def write(self, step: int, numbers: Mapping[str, float], images: Mapping[str, np.ndarray]) -> None:
+        content = Summary(
+            value=[Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        )
+        for name, image in images.items():
+            content.MergeFrom(summary.image(name, image, dataformats="HWC"))
+        self._write(step=step, summary=content)
+        if time.monotonic() >= self._flushed_s + self._flush_s:
+            self.flush()
+
+    def _write(self, **fields: Any) -> None:
+        self._writer.write(Event(wall_time=time.time(), **fields).SerializeToString())
+
+    def flush(self) -> None:
+        self._writer.flush()
+        self._flushed_s = time.monotonic()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:

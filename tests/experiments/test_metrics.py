@@ -1,8 +1,10 @@
 """What a run reports: rows that read back as written, each step once, and the progress line."""
 
+import contextlib
 import io
 import json
 import logging
+import resource
 
 import jax.numpy as jnp
 import numpy as np
@@ -104,8 +106,46 @@ def test_a_file_that_is_no_metrics_file_is_left_alone(tmp_path):
 
 def test_workdir_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match=r"cannot write .*file/metrics\.jsonl"):
+    with pytest.raises(
+        UserError, match=r"cannot write .*file/metrics\.jsonl .*: (Not a directory|File exists)"
+    ):
         MetricsWriter(tmp_path / "file")
+
+
+@contextlib.contextmanager
+def file_size_limit(num_bytes):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_full_disk_is_an_error_and_no_hang(tmp_path):
+    writer = MetricsWriter(tmp_path)
+
+    def write_on():
+        for step in range(100):
+            writer.write(step, {"loss": 1.0})
+
+    with file_size_limit(200):
+        with pytest.raises(UserError, match=r"metrics\.jsonl .*: File too large\. Make room"):
+            write_on()
+        with pytest.raises(UserError, match="File too large"):
+            writer.close()
+    writer.close()
+    with MetricsWriter(tmp_path, start_step=5) as writer:
+        writer.write(5, {"loss": 2.0})
+    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_events_are_flushed_in_time(tmp_path):
+    with MetricsWriter(tmp_path, flush_s=0.0) as writer:
+        (events,) = (tmp_path / "events").iterdir()
+        before = events.stat().st_size
+        writer.write(0, {"loss": 1.0})
+        assert events.stat().st_size > before
 
 
 def test_what_is_refused(tmp_path):
