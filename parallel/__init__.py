@@ -10,6 +10,13 @@ from parallel._balanced_attention import make_balanced_attention as make_balance
 from parallel._exchange import Route as Route
 from parallel._exchange import exchange as exchange
 from parallel._exchange import expand_route as expand_route
+from parallel._fsdp import gather_leaf as gather_leaf
+from parallel._fsdp import shard_axis as shard_axis
+from parallel._fsdp import sharded_layer_scan as sharded_layer_scan
+from parallel._mesh import DATA_AXES as DATA_AXES
+from parallel._mesh import REPLICA_AXIS as REPLICA_AXIS
+from parallel._mesh import SHARD_AXIS as SHARD_AXIS
+from parallel._mesh import data_mesh as data_mesh
 from parallel._packed_attention import PackedKernel as PackedKernel
 from parallel._packed_attention import PackedOutput as PackedOutput
 from parallel._packed_attention import PackedSegments as PackedSegments
@@ -17,6 +24,9 @@ from parallel._packed_attention import XlaKernel as XlaKernel
 from parallel._packed_attention import packed_attention as packed_attention
 
 __all__ = [
+    "DATA_AXES",
+    "REPLICA_AXIS",
+    "SHARD_AXIS",
     "AttentionLayout",
     "PackedKernel",
     "PackedOutput",
@@ -24,9 +34,13 @@ __all__ = [
     "Route",
     "XlaKernel",
     "balanced_attention",
+    "data_mesh",
     "exchange",
     "expand_attention",
     "expand_route",
+    "gather_leaf",
     "make_balanced_attention",
     "packed_attention",
+    "shard_axis",
+    "sharded_layer_scan",
 ]

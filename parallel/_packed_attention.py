@@ -50,8 +50,12 @@ class PackedKernel(Protocol):
         ...
 
     def backward(
-        self, inputs: tuple[Array, Array, Array], saved: PackedOutput, cotangent: PackedOutput,
-        segments: PackedSegments, scale: float,
+        self,
+        inputs: tuple[Array, Array, Array],
+        saved: PackedOutput,
+        cotangent: PackedOutput,
+        segments: PackedSegments,
+        scale: float,
     ) -> tuple[Array, Array, Array]:
         """Gradients of q, k, v in their dtypes."""
         ...
@@ -96,8 +100,12 @@ class XlaKernel:
         return PackedOutput(out.reshape(q.shape), lse.reshape(-1))
 
     def backward(
-        self, inputs: tuple[Array, Array, Array], saved: PackedOutput, cotangent: PackedOutput,
-        segments: PackedSegments, scale: float,
+        self,
+        inputs: tuple[Array, Array, Array],
+        saved: PackedOutput,
+        cotangent: PackedOutput,
+        segments: PackedSegments,
+        scale: float,
     ) -> tuple[Array, Array, Array]:
         q, k, v = inputs
         q_blocks, k_blocks, v_blocks, ids = _blocked(q, k, v, segments)

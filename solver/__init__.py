@@ -7,11 +7,19 @@ from solver._bags import BagLayout as BagLayout
 from solver._bags import BagSpec as BagSpec
 from solver._bags import parse_bags as parse_bags
 from solver._balance import balance as balance
+from solver._capacity import RouteCapacity as RouteCapacity
+from solver._capacity import StepCapacity as StepCapacity
+from solver._capacity import capacity_for as capacity_for
+from solver._capacity import step_needs as step_needs
 from solver._cost import CostModel as CostModel
+from solver._layout import StepLayout as StepLayout
 from solver._plan import BalancePlan as BalancePlan
 from solver._plan import BalanceProblem as BalanceProblem
 from solver._plan_check import validate_plan as validate_plan
 from solver._plan_measure import plan_from_slices as plan_from_slices
+from solver._tables import ExchangeTables as ExchangeTables
+from solver._tables import StepTables as StepTables
+from solver._tables import step_tables as step_tables
 from solver._topology import Topology as Topology
 
 __all__ = [
@@ -20,9 +28,17 @@ __all__ = [
     "BalancePlan",
     "BalanceProblem",
     "CostModel",
+    "ExchangeTables",
+    "RouteCapacity",
+    "StepCapacity",
+    "StepLayout",
+    "StepTables",
     "Topology",
     "balance",
+    "capacity_for",
     "parse_bags",
     "plan_from_slices",
+    "step_needs",
+    "step_tables",
     "validate_plan",
 ]

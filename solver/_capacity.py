@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from solver._layout import StepLayout
-from solver._routes import Route
+from solver._routes import Route, round_of_pair
 
 # Rows of the token layout are padded to a multiple of this, so that matrix products keep full tiles.
 TOKEN_ALIGNMENT = 8
@@ -24,14 +24,15 @@ class RouteCapacity:
 
     Attributes:
         send, recv: rows in the send and receive buffers.
-        pair: most rows from one device to one other; the padded exchange sends this many to each.
+        rounds: rows of each round of the padded exchange (`solver.ExchangeTables` defines them), the busiest pair of
+            devices deciding; empty in programs for platforms whose collective is ragged.
         send_runs, recv_runs, stay_runs: table lengths.
         copies: devices that one row can go to.
     """
 
     send: int
     recv: int
-    pair: int
+    rounds: tuple[int, ...]
     send_runs: int
     recv_runs: int
     stay_runs: int
@@ -83,7 +84,14 @@ class StepCapacity:
 
 
 # Headroom by field: what an unused slot costs decides it.
-_HEADROOM = {"text": 1.02, "image": 1.02, "query_rows": 1.05, "key_rows": 1.05, "sequences": 1.1, "copies": 1.0}
+_HEADROOM = {
+    "text": 1.02,
+    "image": 1.02,
+    "query_rows": 1.05,
+    "key_rows": 1.05,
+    "sequences": 1.1,
+    "copies": 1.0,
+}
 _DEFAULT_HEADROOM = 1.2
 _ALIGNMENT = {"text": TOKEN_ALIGNMENT, "image": TOKEN_ALIGNMENT}
 
@@ -103,15 +111,30 @@ def _merge(current, needs):
         have, want = getattr(current, name), getattr(needs, name)
         if isinstance(want, RouteCapacity):
             changes[name] = want_route(want) if have is None else _merge(have, want)
+        elif isinstance(want, tuple):
+            merged = _merge_rounds(name, have, want)
+            if merged != have:
+                changes[name] = merged
         elif want is not None and name != "block" and want > have:
             changes[name] = _bucketed(name, want, needs)
     return dataclasses.replace(current, **changes) if changes else current
 
 
+def _merge_rounds(name: str, have: tuple[int, ...], want: tuple[int, ...]) -> tuple[int, ...]:
+    """Round by round; a round that stays empty is never sent, so an empty one grows only when it is needed."""
+    have = have or (0,) * len(want)
+    return tuple(h if w <= h else _bucketed(name, w, None) for h, w in zip(have, want, strict=True))
+
+
 def want_route(needs: RouteCapacity) -> RouteCapacity:
     """A route capacity bucketed from its needs."""
     return RouteCapacity(
-        **{f.name: _bucketed(f.name, getattr(needs, f.name), needs) for f in dataclasses.fields(needs)}
+        **{
+            f.name: _merge_rounds(f.name, (), value)
+            if isinstance(value := getattr(needs, f.name), tuple)
+            else _bucketed(f.name, value, needs)
+            for f in dataclasses.fields(needs)
+        }
     )
 
 
@@ -145,25 +168,29 @@ def capacity_for(needs: Iterable[StepCapacity]) -> StepCapacity:
 def _largest(a, b):
     if a is None or b is None:
         return a if b is None else b
+    if isinstance(a, int):
+        return max(a, b)
+    if isinstance(a, tuple):
+        return tuple(map(max, a, b)) if a and b else a or b
     return type(a)(
-        **{
-            f.name: _largest(getattr(a, f.name), getattr(b, f.name))
-            if dataclasses.is_dataclass(getattr(a, f.name)) or getattr(a, f.name) is None
-            else max(getattr(a, f.name), getattr(b, f.name))
-            for f in dataclasses.fields(a)
-        }
+        **{f.name: _largest(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a)}
     )
 
 
-def route_needs(route: Route) -> RouteCapacity:
-    """Exact needs of a route: the largest over devices of each size."""
+def route_needs(route: Route, *, padded: bool) -> RouteCapacity:
+    """Exact needs of a route: the largest over devices of each size; `padded` as in `step_needs`."""
     sent = route.sent()
+    rounds: tuple[int, ...] = ()
+    if padded:
+        largest = np.zeros(route.num_devices, np.int64)
+        np.maximum.at(largest, round_of_pair(route.num_devices), sent)
+        rounds = tuple(int(rows) for rows in largest[1:])
     leaves = route.source != route.target
     count = lambda device, mask: int(np.bincount(device[mask], minlength=1).max(initial=0))  # noqa: E731
     return RouteCapacity(
         send=int(sent.sum(1).max(initial=0)),
         recv=int(sent.sum(0).max(initial=0)),
-        pair=int(sent.max(initial=0)),
+        rounds=rounds,
         send_runs=count(route.source, leaves),
         recv_runs=count(route.target, leaves),
         stay_runs=count(route.source, ~leaves),
@@ -171,8 +198,14 @@ def route_needs(route: Route) -> RouteCapacity:
     )
 
 
-def step_needs(layout: StepLayout) -> StepCapacity:
-    """Exact needs of one step's layout: what a program must hold to run it."""
+def step_needs(layout: StepLayout, *, padded: bool = True) -> StepCapacity:
+    """Exact needs of one step's layout: what a program must hold to run it.
+
+    Args:
+        layout: the step's layouts.
+        padded: whether the program must run on a platform without a ragged collective (CPU), where exchanges have
+            rounds of static size. Without it, plans that differ only in who talks to whom share a program.
+    """
 
     def tokens(intervals) -> int:
         per_device = np.bincount(intervals.device, weights=intervals.length, minlength=1)
@@ -188,9 +221,9 @@ def step_needs(layout: StepLayout) -> StepCapacity:
         query_rows=int(layout.query_placement.rows_per_device.max(initial=0)),
         key_rows=int(layout.key_placement.rows_per_device.max(initial=0)),
         items=int(np.bincount(device, minlength=1).max(initial=0)),
-        text_route=route_needs(layout.text_route),
-        image_route=route_needs(layout.image_route),
-        key_route=route_needs(layout.key_route),
-        query_route=route_needs(layout.query_route) if layout.splits_items else None,
+        text_route=route_needs(layout.text_route, padded=padded),
+        image_route=route_needs(layout.image_route, padded=padded),
+        key_route=route_needs(layout.key_route, padded=padded),
+        query_route=route_needs(layout.query_route, padded=padded) if layout.splits_items else None,
         block=layout.block,
     )

@@ -142,7 +142,13 @@ class HeadItems:
 
 
 def head_route(
-    text: Intervals, image: Intervals, text_lengths: Int, items: HeadItems, *, num_heads: int, num_devices: int
+    text: Intervals,
+    image: Intervals,
+    text_lengths: Int,
+    items: HeadItems,
+    *,
+    num_heads: int,
+    num_devices: int,
 ) -> Route:
     """The route from token layout ([text rows; image rows], each times heads) to the rows of attention items."""
     num_sequences = len(text_lengths)
@@ -184,3 +190,16 @@ def _sorted_route(*, key: tuple[Int, ...], **fields) -> Route:
     order = np.lexsort((*key, fields["target"], fields["source"]))
     arrays = ("source", "target", "a_start", "in_image", "heads", "length", "b_fields", "copy")
     return Route(**{name: value[order] if name in arrays else value for name, value in fields.items()})
+
+
+def round_of_pair(num_devices: int) -> Int:
+    """(num_devices, num_devices) round in which device s sends to device t in the padded exchange; 0 on the diagonal.
+
+    In each of the num_devices - 1 rounds every device sends to one other and receives from one other. With a power of
+    two devices, round r pairs s with s XOR r, so that traffic inside bags of 2 fills one round, inside bags of 4
+    three; otherwise round r sends s to (s + r) mod num_devices.
+    """
+    s, t = np.arange(num_devices)[:, None], np.arange(num_devices)[None, :]
+    if num_devices & (num_devices - 1) == 0:
+        return s ^ t
+    return (t - s) % num_devices

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from solver._capacity import RouteCapacity, StepCapacity, step_needs
 from solver._layout import StepLayout
-from solver._routes import Route
+from solver._routes import Route, round_of_pair
 
 Int32 = NDArray[np.int32]
 
@@ -23,8 +23,11 @@ class ExchangeTables(NamedTuple):
         send_runs: (devices, runs, 4) a_start, heads, length, copy of rows that leave, in send-buffer order.
         recv_runs: (devices, runs, 7) base, first, per_group, group, stride, heads, length of rows that arrive.
         stay_runs: (devices, runs, 9) a_start, heads, length, copy, base, first, per_group, group, stride.
-        peers: (devices, 4, num_devices) rows sent to each peer; rows received from each; where the rows sent start
-            in the peer's receive buffer; where rows sent back start in the peer's send buffer.
+        peers: (devices, 6, num_devices) rows sent to each peer; rows received from each; where the rows sent start
+            in the peer's receive buffer; where rows sent back start in the peer's send buffer; the round of the padded
+            exchange in which this device sends to each peer, and in which it receives from each. There are
+            num_devices - 1 rounds: with a power of two devices round r pairs s with s XOR r, otherwise it sends s to
+            (s + r) mod num_devices.
     """
 
     send_runs: Int32
@@ -92,17 +95,18 @@ def exchange_tables(
     sent = route.sent()
     there = np.cumsum(sent, axis=0) - sent
     back = np.cumsum(sent, axis=1) - sent
+    rounds = round_of_pair(route.num_devices)
     return ExchangeTables(
         send_runs=of(route.source, near, leaves, capacity.send_runs),
         recv_runs=of(route.target[by_target], far[by_target], leaves[by_target], capacity.recv_runs),
-        stay_runs=of(
-            route.source, np.concatenate([near, route.b_fields], -1), ~leaves, capacity.stay_runs
-        ),
-        peers=np.stack([sent, sent.T, there, back.T], 1)[wanted].astype(np.int32),
+        stay_runs=of(route.source, np.concatenate([near, route.b_fields], -1), ~leaves, capacity.stay_runs),
+        peers=np.stack([sent, sent.T, there, back.T, rounds, rounds.T], 1)[wanted].astype(np.int32),
     )
 
 
-def step_tables(layout: StepLayout, capacity: StepCapacity, devices: Sequence[int] | None = None) -> StepTables:
+def step_tables(
+    layout: StepLayout, capacity: StepCapacity, devices: Sequence[int] | None = None
+) -> StepTables:
     """The tables of a step for `devices` (all by default), padded to `capacity`.
 
     Raises:
@@ -139,7 +143,7 @@ def step_tables(layout: StepLayout, capacity: StepCapacity, devices: Sequence[in
 
 
 def _check_fits(layout: StepLayout, capacity: StepCapacity) -> None:
-    too_small = _first_too_small(capacity, step_needs(layout))
+    too_small = _first_too_small(capacity, step_needs(layout, padded=bool(capacity.key_route.rounds)))
     if too_small:
         name, have, want = too_small
         raise ValueError(
@@ -155,6 +159,10 @@ def _first_too_small(capacity, needs, prefix: str = "") -> tuple[str, int, int] 
             found = (prefix + name, 0, 1) if have is None else _first_too_small(have, want, f"{name}.")
             if found:
                 return found
+        elif isinstance(want, tuple):
+            short = [(h, w) for h, w in zip(have or (0,) * len(want), want, strict=True) if h < w]
+            if short:
+                return prefix + name, *short[0]
         elif want is not None and (have < want or (name == "block" and have != want)):
             return prefix + name, have, want
     return None

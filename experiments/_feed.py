@@ -1,0 +1,279 @@
+"""From the data loader to the devices: plans, tables and rows of the next step, made while this step runs."""
+
+import logging
+import queue
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Float
+from parallel import DATA_AXES
+from solver import (
+    BagSpec,
+    BalancePlan,
+    CostModel,
+    StepCapacity,
+    StepLayout,
+    Topology,
+    balance,
+    capacity_for,
+    step_needs,
+    step_tables,
+)
+
+from experiments.data import StepData, StepIndex, collate_home
+from jaxdit.training import HomeRows, StepInputs
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Makes the layouts of micro-batches; a pure function of lengths, so every process makes the same.
+
+    Attributes:
+        num_devices: devices of the mesh.
+        num_heads: attention heads.
+        bags: bag spec, or None to leave sequences at home.
+        cost: cost model.
+        topology: machines of the devices; one machine if None.
+        block: attention block size in rows.
+        padded: whether the platform needs padded exchanges.
+    """
+
+    num_devices: int
+    num_heads: int
+    bags: BagSpec | str | None
+    cost: CostModel
+    topology: Topology | None = None
+    block: int = 128
+    padded: bool = True
+
+    def layout(self, index: StepIndex) -> StepLayout:
+        """The layouts of a micro-batch."""
+        return StepLayout(self.plan(index, self.bags), self.block)
+
+    def plan(self, index: StepIndex, bags: BagSpec | str | None) -> BalancePlan:
+        """A plan of a micro-batch under the given bags."""
+        return balance(
+            index.lengths,
+            index.home(self.num_devices),
+            num_devices=self.num_devices,
+            bags=bags,
+            cost=self.cost,
+            num_heads=self.num_heads,
+            text_lengths=index.text_lengths,
+            topology=self.topology,
+        )
+
+    def needs(self, layout: StepLayout) -> StepCapacity:
+        """What a program must hold to run the layout."""
+        return step_needs(layout, padded=self.padded)
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """Figures of a step's plans, from the cost model; loads in its unit, per device, summed over micro-batches.
+
+    Attributes:
+        load_before, load_after: without balancing, and of the plan.
+        static_cost_before, static_cost: J, the step's cost on a static-shape machine over the mean load.
+        tokens, padded_tokens: tokens of the step, and rows of the token layout that hold none.
+        sequences: sequences of the step.
+        rows_sent_fraction: (token, head) rows that change device in an attention call, over all.
+        bad: samples that could not be read by this process.
+    """
+
+    load_before: Float[np.ndarray, " d"]
+    load_after: Float[np.ndarray, " d"]
+    static_cost_before: float
+    static_cost: float
+    tokens: int
+    padded_tokens: int
+    sequences: int
+    rows_sent_fraction: float
+    bad: int
+
+    @property
+    def max_over_mean_before(self) -> float:
+        """Load of the fullest device over the mean, without balancing."""
+        return float(self.load_before.max() / self.load_before.mean())
+
+    @property
+    def max_over_mean(self) -> float:
+        """Load of the fullest device over the mean."""
+        return float(self.load_after.max() / self.load_after.mean())
+
+    @property
+    def padded_fraction(self) -> float:
+        """Rows of the token layout that hold no token, over all its rows."""
+        return self.padded_tokens / (self.padded_tokens + self.tokens)
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """A step ready to run: its inputs on the devices, the capacity they need, and its figures."""
+
+    step: int
+    inputs: StepInputs
+    capacity: StepCapacity
+    stats: StepStats
+
+
+def plan_digest(plan: BalancePlan) -> int:
+    """A number that two processes share exactly when their plans are the same."""
+    digest = zlib.crc32(plan.head_slices.tobytes(), zlib.crc32(plan.token_slices.tobytes()))
+    return digest - (1 << 31)
+
+
+def size_capacity(planner: Planner, indices: Iterator[StepIndex]) -> StepCapacity:
+    """The capacity that holds all the given micro-batches, with headroom."""
+    return capacity_for(planner.needs(planner.layout(index)) for index in indices)
+
+
+class StepAssembler:
+    """Turns the data of a step's micro-batches into device arrays.
+
+    Args:
+        planner: makes the plans.
+        mesh: from `parallel.data_mesh`.
+        capacity: to start with; it grows when a step needs more, the same way on every process.
+    """
+
+    def __init__(self, planner: Planner, mesh: Mesh, capacity: StepCapacity) -> None:
+        self.planner, self.mesh, self.capacity = planner, mesh, capacity
+        self.local_devices = local_positions(mesh)
+        self._shardings = (
+            jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(DATA_AXES)),
+            jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()),
+        )
+
+    def assemble(self, step: int, micro_batches: list[StepData]) -> PreparedStep:
+        """Plan, lay out and place one step."""
+        layouts = [self.planner.layout(data.index) for data in micro_batches]
+        for layout in layouts:
+            self.capacity = self.capacity.grown(self.planner.needs(layout))
+        capacity = self.capacity
+        rows = [_home_rows(data, capacity) for data in micro_batches]
+        tables = [step_tables(layout, capacity, self.local_devices) for layout in layouts]
+        counts = np.zeros((len(layouts), capacity.sequences), np.int32)
+        for i, data in enumerate(micro_batches):
+            counts[i, : data.index.num_sequences] = data.index.image_lengths
+        digest = np.tile([plan_digest(layout.plan) for layout in layouts], (len(self.local_devices), 1))
+        by_device, replicated = self._shardings
+        def place(x: np.ndarray) -> jax.Array:
+            shape = (self.planner.num_devices, *x.shape[1:])
+            return jax.make_array_from_process_local_data(by_device, x, shape)
+
+        def stack(parts: list[Any]) -> Any:
+            return jax.tree.map(lambda *xs: place(np.stack(xs, 1)), *parts)
+
+        inputs = StepInputs(
+            rows=stack(rows),
+            tables=stack(tables),
+            num_image_tokens=jax.device_put(counts, replicated),
+            plan_digest=place(digest.astype(np.int32)),
+        )
+        return PreparedStep(step, inputs, capacity, self._stats(micro_batches, layouts))
+
+    def _stats(self, micro_batches: list[StepData], layouts: list[StepLayout]) -> StepStats:
+        before = [self.planner.plan(data.index, None) for data in micro_batches]
+        after = [layout.plan for layout in layouts]
+        tokens = sum(int(plan.tokens.sum()) for plan in after)
+        rows = len(after) * self.planner.num_devices * (self.capacity.text + self.capacity.image)
+        return StepStats(
+            load_before=sum(plan.load for plan in before),
+            load_after=sum(plan.load for plan in after),
+            static_cost_before=float(np.mean([plan.static_step_cost for plan in before])),
+            static_cost=float(np.mean([plan.static_step_cost for plan in after])),
+            tokens=tokens,
+            padded_tokens=rows - tokens,
+            sequences=sum(data.index.num_sequences for data in micro_batches),
+            rows_sent_fraction=float(np.mean([plan.rows_sent_fraction for plan in after])),
+            bad=sum(len(data.bad) for data in micro_batches),
+        )
+
+
+def local_positions(mesh: Mesh) -> list[int]:
+    """Mesh positions (row by row) of this process's devices."""
+    process = jax.process_index()
+    return [i for i, device in enumerate(mesh.devices.flat) if device.process_index == process]
+
+
+def _home_rows(data: StepData, capacity: StepCapacity) -> HomeRows:
+    batch = collate_home(
+        data,
+        image_capacity=capacity.home_image,
+        text_capacity=capacity.home_text,
+        sequence_capacity=capacity.sequences,
+    )
+    return HomeRows(
+        img=batch.img,
+        img_segment_ids=batch.img_segment_ids,
+        img_positions=batch.img_positions,
+        img_token_index=batch.img_token_index,
+        img_loss_weight=batch.img_loss_weight,
+        txt=batch.txt,
+        txt_segment_ids=batch.txt_segment_ids,
+        txt_token_index=batch.txt_token_index,
+        pooled=batch.pooled,
+        labels=getattr(batch, "labels", None),
+    )
+
+
+@dataclass
+class Ahead:
+    """Runs a producer in a background thread, `depth` items ahead of the consumer; errors reach the consumer.
+
+    Use as a context manager: leaving it stops the thread.
+    """
+
+    produce: Callable[[], Iterator[Any]]
+    depth: int = 1
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> Iterator[Any]:
+        self._queue: queue.Queue = queue.Queue(maxsize=self.depth)
+        self._thread = threading.Thread(target=self._run, name="step-ahead", daemon=True)
+        self._thread.start()
+        return self._items()
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        while self._thread.is_alive():
+            try:
+                self._queue.get(timeout=0.05)
+            except queue.Empty:
+                continue
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            for item in self.produce():
+                self._put((item, None))
+                if self._stop.is_set():
+                    return
+            self._put((None, StopIteration()))
+        except BaseException as error:
+            self._put((None, error))
+
+    def _put(self, item: Any) -> None:
+        while not self._stop.is_set():
+            try:
+                return self._queue.put(item, timeout=0.05)
+            except queue.Full:
+                continue
+
+    def _items(self) -> Iterator[Any]:
+        while True:
+            item, error = self._queue.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield item

@@ -1,0 +1,37 @@
+"""The training step: balanced, packed, with parameters replicated or fully sharded."""
+
+from ._objectives import Context as Context
+from ._objectives import DiffusionLoss as DiffusionLoss
+from ._objectives import FlowMatching as FlowMatching
+from ._objectives import Objective as Objective
+from ._objectives import TextToImage as TextToImage
+from ._rows import HomeRows as HomeRows
+from ._rows import TokenRows as TokenRows
+from ._sharding import bytes_per_device as bytes_per_device
+from ._sharding import module_params as module_params
+from ._sharding import shard_axes as shard_axes
+from ._step import StepInputs as StepInputs
+from ._step import StepMetrics as StepMetrics
+from ._step import TrainProgram as TrainProgram
+from ._step import TrainState as TrainState
+from ._step import make_eval_step as make_eval_step
+from ._step import make_train_step as make_train_step
+
+__all__ = [
+    "Context",
+    "DiffusionLoss",
+    "FlowMatching",
+    "HomeRows",
+    "Objective",
+    "StepInputs",
+    "StepMetrics",
+    "TextToImage",
+    "TokenRows",
+    "TrainProgram",
+    "TrainState",
+    "bytes_per_device",
+    "make_eval_step",
+    "make_train_step",
+    "module_params",
+    "shard_axes",
+]

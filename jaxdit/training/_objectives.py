@@ -1,0 +1,167 @@
+"""What a model is trained for: rows in token layout to summed losses, and rows to a denoiser for sampling."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from .._losses import LossSums, ddpm_loss, ddpm_noised, flow_matching_loss, flow_noised
+from .._random import sequence_times, token_noise
+from .._schedules import DiffusionSchedule, ResolutionShift, diffusion_steps, logit_normal_time, shift_time
+from ..encoders import TextRows
+from ..models import Attention, ImageLabelRows, ImageTextRows, LayerScan
+from ._rows import TokenRows
+
+
+class Context(NamedTuple):
+    """What a model's call needs beside its rows.
+
+    Attributes:
+        attention: attention over [text rows; image rows].
+        layer_scan: runs a stack of blocks.
+        reduce: adds per-sequence sums over devices.
+        key: key of the run.
+        step: index that names the draws of this micro-batch.
+    """
+
+    attention: Attention
+    layer_scan: LayerScan
+    reduce: Callable[[Any], Any]
+    key: Any
+    step: Any
+
+
+class Objective(Protocol):
+    """A training objective of a module, on one device's rows."""
+
+    def loss(self, module: Any, rows: TokenRows, context: Context) -> LossSums:
+        """Summed loss of the rows here; the trainer adds up devices and normalises."""
+        ...
+
+
+class TextToImage(nnx.Module):
+    """A backbone with the text encoder it is trained with.
+
+    Args:
+        backbone: an `MMDiT`.
+        text_encoder: a `TextEncoder`; trained along unless frozen.
+    """
+
+    def __init__(self, backbone: nnx.Module, text_encoder: Any) -> None:
+        self.backbone = backbone
+        self.text_encoder = text_encoder
+
+    def denoise(
+        self,
+        img: Float[Array, "n c"],
+        time: Float[Array, " s"],
+        rows: TokenRows,
+        context: Context,
+        *,
+        guidance: float | None,
+    ) -> Float[Array, "n c"]:
+        """The backbone's prediction for image rows at a time per sequence, with the rows' own text."""
+        num_sequences = time.shape[0]
+        text = self.text_encoder(
+            TextRows(rows.txt, rows.txt_segment_ids, rows.txt_token_index, rows.pooled),
+            num_sequences=num_sequences,
+            reduce=context.reduce,
+        )
+        return self.backbone(
+            ImageTextRows(
+                img=img,
+                img_segment_ids=rows.img_segment_ids,
+                img_positions=rows.img_positions,
+                txt=text.features,
+                txt_segment_ids=rows.txt_segment_ids,
+                txt_positions=jnp.zeros((rows.txt_segment_ids.shape[0], 3), jnp.int32),
+                time=time,
+                pooled=text.pooled,
+                guidance=None if guidance is None else jnp.full(num_sequences, guidance, jnp.float32),
+            ),
+            attention=context.attention,
+            layer_scan=context.layer_scan,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FlowMatching:
+    """Flow matching for a `TextToImage` module.
+
+    Attributes:
+        time_mean, time_std: logit-normal distribution of training times; `time_std` None for uniform times.
+        shift: moves times towards noise with the number of image tokens; None for none.
+        guidance: value of the guidance embedding in training, for models that have one.
+    """
+
+    time_mean: float = 0.0
+    time_std: float | None = 1.0
+    shift: ResolutionShift | None = None
+    guidance: float | None = None
+
+    def times(self, rows: TokenRows, context: Context) -> Float[Array, " s"]:
+        """The training time of every sequence of the step."""
+        ids = jnp.arange(rows.num_image_tokens.shape[0])
+        time = sequence_times(context.step, ids, key=context.key)
+        if self.time_std is not None:
+            time = logit_normal_time(time, mean=self.time_mean, std=self.time_std)
+        return time if self.shift is None else shift_time(time, self.shift.mu(rows.num_image_tokens))
+
+    def loss(self, module: TextToImage, rows: TokenRows, context: Context) -> LossSums:
+        """Weighted squared error of the velocity, summed over the rows here."""
+        noise = token_noise(
+            context.step, rows.img_segment_ids, rows.img_token_index, rows.img.shape[1], key=context.key
+        )
+        time = self.times(rows, context)
+        noised = flow_noised(rows.img, noise, time, rows.img_segment_ids)
+        prediction = module.denoise(noised, time, rows, context, guidance=self.guidance)
+        ones = jnp.ones_like(time)
+        return flow_matching_loss(
+            prediction, rows.img, noise, rows.img_segment_ids, ones, row_weights=rows.img_loss_weight
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DiffusionLoss:
+    """Noise prediction with learned variance, for a class-conditional `DiT`.
+
+    Attributes:
+        schedule: the diffusion.
+        channels: channels of a pixel (of the latent).
+    """
+
+    schedule: DiffusionSchedule
+    channels: int
+
+    def loss(self, module: Any, rows: TokenRows, context: Context) -> LossSums:
+        """Hybrid loss, summed over the rows here.
+
+        Raises:
+            ValueError: if the data has no labels.
+        """
+        if rows.labels is None:
+            raise ValueError(
+                "DiffusionLoss: a class-conditional model needs a label per sequence; got none."
+                " Use a data source with labels, or FlowMatching with text."
+            )
+        ids = jnp.arange(rows.num_image_tokens.shape[0])
+        step = diffusion_steps(sequence_times(context.step, ids, key=context.key), self.schedule.num_steps)
+        noise = token_noise(
+            context.step, rows.img_segment_ids, rows.img_token_index, rows.img.shape[1], key=context.key
+        )
+        noised = ddpm_noised(rows.img, noise, step, rows.img_segment_ids, schedule=self.schedule)
+        model_rows = ImageLabelRows(
+            img=noised.noised,
+            img_segment_ids=rows.img_segment_ids,
+            img_positions=rows.img_positions,
+            time=step.astype(jnp.float32) / self.schedule.num_steps,
+            labels=rows.labels,
+        )
+        prediction = module(model_rows, attention=context.attention, layer_scan=context.layer_scan)
+        weights = jnp.ones(step.shape, jnp.float32)
+        return ddpm_loss(
+            prediction, noised, rows.img_segment_ids, weights, schedule=self.schedule, channels=self.channels
+        )

@@ -1,0 +1,109 @@
+"""Rows of a step on a device: as the data loader left them, and as the network works on them."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array, Float, Int
+from parallel import AttentionLayout, exchange, expand_attention, expand_route
+from solver import StepCapacity, StepTables
+
+
+class HomeRows(NamedTuple):
+    """A micro-batch in home layout: rows where the data loader left them (global arrays have a device axis in front).
+
+    Attributes:
+        img, img_segment_ids, img_positions, img_token_index: image rows, sequence of each plus one (0 = padding),
+            (t, h, w), and index inside the sequence's image part.
+        img_loss_weight: weight of each row in the loss.
+        txt: byte ids (m,) or features (m, c) of text rows.
+        txt_segment_ids, txt_token_index: sequence and index of each text row.
+        pooled: text vectors of the sequences at home here, zeros for others; None where text is bytes.
+        labels: class of the sequences at home here plus one, 0 for others; None where the model takes text.
+    """
+
+    img: Float[Array, "n c"]
+    img_segment_ids: Int[Array, " n"]
+    img_positions: Int[Array, "n 3"]
+    img_token_index: Int[Array, " n"]
+    img_loss_weight: Float[Array, " n"]
+    txt: Array
+    txt_segment_ids: Int[Array, " m"]
+    txt_token_index: Int[Array, " m"]
+    pooled: Float[Array, "s c_pool"] | None = None
+    labels: Int[Array, " s"] | None = None
+
+
+class TokenRows(NamedTuple):
+    """The same rows in token layout, with tables of all the step's sequences; what an objective is given.
+
+    Attributes are those of `HomeRows`; `pooled` and `labels` hold every sequence, and `num_image_tokens` the image
+    tokens of each.
+    """
+
+    img: Float[Array, "n c"]
+    img_segment_ids: Int[Array, " n"]
+    img_positions: Int[Array, "n 3"]
+    img_token_index: Int[Array, " n"]
+    img_loss_weight: Float[Array, " n"]
+    txt: Array
+    txt_segment_ids: Int[Array, " m"]
+    txt_token_index: Int[Array, " m"]
+    num_image_tokens: Int[Array, " s"]
+    pooled: Float[Array, "s c_pool"] | None = None
+    labels: Int[Array, " s"] | None = None
+
+
+def to_token_layout(
+    home: HomeRows,
+    tables: StepTables,
+    capacity: StepCapacity,
+    num_image_tokens: Int[Array, " s"],
+    axis_name: Any,
+) -> TokenRows:
+    """Move a micro-batch from home to token layout.
+
+    Per device, inside `shard_map`. Communication: one exchange per stream and dtype of the rows that change device,
+    and the sum of the per-sequence tables.
+
+    Args:
+        home: this device's rows.
+        tables: this device's tables.
+        capacity: the program's capacity.
+        num_image_tokens: image tokens of each sequence, the same on every device.
+        axis_name: axes of the plan's devices.
+    """
+    image = expand_route(
+        tables.image, capacity.image_route, rows_in=capacity.home_image, rows_out=capacity.image
+    )
+    text = expand_route(tables.text, capacity.text_route, rows_in=capacity.home_text, rows_out=capacity.text)
+    img, img_ids, positions, img_index, weight = exchange(
+        (home.img, home.img_segment_ids, home.img_positions, home.img_token_index, home.img_loss_weight),
+        image,
+        axis_name=axis_name,
+    )
+    txt, txt_ids, txt_index = exchange(
+        (home.txt, home.txt_segment_ids, home.txt_token_index), text, axis_name=axis_name
+    )
+
+    def total(table: Any) -> Any:
+        return None if table is None else jax.lax.psum(table, axis_name)
+
+    labels = total(home.labels)
+    return TokenRows(
+        img=img,
+        img_segment_ids=img_ids,
+        img_positions=positions,
+        img_token_index=img_index,
+        img_loss_weight=weight,
+        txt=txt,
+        txt_segment_ids=txt_ids,
+        txt_token_index=txt_index,
+        num_image_tokens=num_image_tokens,
+        pooled=total(home.pooled),
+        labels=None if labels is None else labels - 1,
+    )
+
+
+def attention_layout(tables: StepTables, capacity: StepCapacity, num_heads: int) -> AttentionLayout:
+    """Row indices of the step's attention layout, computed once for all layers."""
+    return expand_attention(tables, capacity, num_heads=num_heads)

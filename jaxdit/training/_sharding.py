@@ -1,0 +1,117 @@
+"""How parameters and what follows them (gradients, optimiser state, EMA) are laid over the mesh."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from parallel import SHARD_AXIS, gather_leaf, shard_axis, sharded_layer_scan
+
+from ..models import LayerScan, scan_layers
+
+# Modules whose parameters have a leading layer axis.
+STACKS = frozenset({"double_blocks", "single_blocks", "blocks"})
+REPLICATED = -1
+
+
+def module_params(module: nnx.Module) -> dict[str, Any]:
+    """The module's parameters as nested dicts of arrays."""
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def _is_stacked(path: tuple[Any, ...]) -> bool:
+    return any(getattr(key, "key", None) in STACKS for key in path)
+
+
+def shard_axes(params: Any, degree: int) -> Any:
+    """The sharded axis of every parameter, or -1 where it is replicated; a pytree of ints like `params`.
+
+    Args:
+        params: arrays or shapes, global.
+        degree: size of the shard axis of the mesh.
+    """
+
+    def axis(path: Any, leaf: Any) -> int:
+        chosen = shard_axis(leaf.shape, degree, stacked=_is_stacked(path))
+        return REPLICATED if chosen is None else chosen
+
+    return jax.tree_util.tree_map_with_path(axis, params)
+
+
+def param_specs(axes: Any) -> Any:
+    """Partition specs of parameters with the given sharded axes."""
+    return jax.tree.map(lambda axis: P() if axis < 0 else P(*[None] * axis, SHARD_AXIS), axes)
+
+
+def param_shardings(axes: Any, mesh: Mesh) -> Any:
+    """Shardings of parameters with the given sharded axes."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(axes), is_leaf=_is_spec)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+def optimizer_shardings(
+    optimizer: optax.GradientTransformation, params: Any, shardings: Any, mesh: Mesh
+) -> Any:
+    """Shardings of the optimiser's state: moments lie with their parameters, counters are replicated."""
+    state = jax.eval_shape(optimizer.init, params)
+    replicated = NamedSharding(mesh, P())
+    return optax.tree_map_params(
+        optimizer, lambda _, sharding: sharding, state, shardings, transform_non_params=lambda _: replicated
+    )
+
+
+def gather_unstacked(shards: Any, axes: Any) -> Any:
+    """Gather the parameters outside layer stacks; stacked ones stay shards, for the layer scan to gather."""
+
+    def gather(path: Any, x: jax.Array, axis: int) -> jax.Array:
+        keep = axis == REPLICATED or _is_stacked(path)
+        return x if keep else gather_leaf(x, axis, SHARD_AXIS)
+
+    return jax.tree_util.tree_map_with_path(gather, shards, axes)
+
+
+def layer_scan_for(axes: Any, mesh: Mesh, *, remat: str, dtype: Any) -> LayerScan:
+    """The layer scan for parameters on this mesh: plain with a remat policy, or sharded with prefetch.
+
+    Raises:
+        ValueError: for a remat policy that the sharded scan cannot follow.
+    """
+    plain = scan_layers(remat)
+    if mesh.shape[SHARD_AXIS] == 1:
+        return plain
+    if remat != "full":
+        raise ValueError(
+            "layer_scan_for: sharded parameters are gathered again in the backward pass, which recomputes whole layers;"
+            f" got remat={remat!r}. Use remat='full', or replicate the parameters (shards=1)."
+        )
+    scans: dict[Any, Callable] = {}
+    for stack in _stacks(axes):
+        scans[jax.tree.structure(stack)] = sharded_layer_scan(stack, axis_name=SHARD_AXIS, dtype=dtype)
+
+    def layer_scan(fn: Any, stacked: Any, carry: Any, consts: Any) -> Any:
+        return scans[jax.tree.structure(stacked)](fn, stacked, carry, consts)
+
+    return layer_scan
+
+
+def _stacks(axes: Any) -> list[Any]:
+    if not isinstance(axes, Mapping):
+        return []
+    found = [axes[name] for name in axes if name in STACKS]
+    return found + [stack for name in axes if name not in STACKS for stack in _stacks(axes[name])]
+
+
+def bytes_per_device(params: Any, axes: Any, degree: int, *, copies: int) -> int:
+    """Bytes of float32 that a device holds of the parameters and of `copies` - 1 arrays like them."""
+
+    def size(leaf: Any, axis: int) -> int:
+        return math.prod(leaf.shape) * 4 // (degree if axis >= 0 else 1)
+
+    return copies * sum(jax.tree.leaves(jax.tree.map(size, params, axes)))

@@ -1,0 +1,289 @@
+"""The training and evaluation steps: one SPMD program each, compiled once per capacity.
+
+A step takes rows in home layout and the tables of its plan. On each device it moves the rows to token layout, runs the
+model with attention in a layout of its own, differentiates, and adds up. The tables are data: another plan of the same
+capacity runs in the same program.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+from parallel import DATA_AXES, REPLICA_AXIS, PackedKernel, make_balanced_attention
+from solver import StepCapacity, StepTables
+
+from ._objectives import Context, Objective
+from ._rows import HomeRows, attention_layout, to_token_layout
+from ._sharding import (
+    gather_unstacked,
+    layer_scan_for,
+    module_params,
+    optimizer_shardings,
+    param_shardings,
+    param_specs,
+    shard_axes,
+)
+
+
+class TrainState(NamedTuple):
+    """Everything a run must keep; global arrays.
+
+    Attributes:
+        step: optimiser steps taken, skipped ones included.
+        params, ema: parameters and their moving average, float32.
+        opt_state: the optimiser's state.
+        skipped: steps whose loss or gradient was not finite; they changed nothing else.
+    """
+
+    step: Int[Array, ""]
+    params: Any
+    ema: Any
+    opt_state: Any
+    skipped: Int[Array, ""]
+
+
+class StepInputs(NamedTuple):
+    """A step's data; arrays have the axes (devices, micro-batches, ...), sharded over devices.
+
+    Attributes:
+        rows: rows in home layout.
+        tables: tables of each micro-batch's plan.
+        num_image_tokens: (micro-batches, sequences), replicated.
+        plan_digest: (devices, micro-batches) a number made of the plan by the device's process; all must agree.
+    """
+
+    rows: HomeRows
+    tables: StepTables
+    num_image_tokens: Int[Array, "m s"]
+    plan_digest: Int[Array, "d m"]
+
+
+class StepMetrics(NamedTuple):
+    """Scalars of a step, replicated.
+
+    Attributes:
+        loss: mean over weighted elements of the whole step.
+        grad_norm: global norm before clipping.
+        finite: whether the update was applied.
+        plans_agree: whether all processes computed the same plan.
+    """
+
+    loss: Float[Array, ""]
+    grad_norm: Float[Array, ""]
+    finite: Array
+    plans_agree: Array
+
+
+@dataclass(frozen=True, eq=False)
+class TrainProgram:
+    """What all programs of a run share.
+
+    Attributes:
+        module: the module, or its abstract form (`nnx.eval_shape`); only its structure is used.
+        objective: what it is trained for.
+        optimizer: the optimiser.
+        mesh: from `parallel.data_mesh`.
+        num_heads: attention heads of the backbone.
+        remat: rematerialisation policy of the layer scan; sharded parameters need "full".
+        dtype: dtype in which sharded parameters of layers travel.
+        ema_decay: decay of the moving average per step.
+        kernel: block computation of packed attention; chosen by platform if None.
+    """
+
+    module: nnx.Module
+    objective: Objective
+    optimizer: optax.GradientTransformation
+    mesh: Mesh
+    num_heads: int
+    remat: str = "full"
+    dtype: Any = jnp.float32
+    ema_decay: float = 0.999
+    kernel: PackedKernel | None = None
+
+    @property
+    def axes(self) -> Any:
+        """The sharded axis of every parameter."""
+        return shard_axes(module_params(self.module), self.mesh.shape["shard"])
+
+    def state_shardings(self) -> TrainState:
+        """Shardings of a `TrainState`."""
+        params = module_params(self.module)
+        shardings = param_shardings(self.axes, self.mesh)
+        replicated = NamedSharding(self.mesh, P())
+        return TrainState(
+            step=replicated,
+            params=shardings,
+            ema=shardings,
+            opt_state=optimizer_shardings(self.optimizer, params, shardings, self.mesh),
+            skipped=replicated,
+        )
+
+    def init_state(self, make_module: Callable[[], nnx.Module]) -> TrainState:
+        """A fresh state, made shard by shard: no device holds all parameters unless they are replicated."""
+
+        def make() -> TrainState:
+            params = module_params(make_module())
+            zero = jnp.zeros((), jnp.int32)
+            copy = jax.tree.map(jnp.copy, params)
+            return TrainState(zero, params, copy, self.optimizer.init(params), zero)
+
+        return jax.jit(make, out_shardings=self.state_shardings())()
+
+    def input_shardings(self) -> StepInputs:
+        """Shardings of `StepInputs`, as a prefix pytree."""
+        by_device = NamedSharding(self.mesh, P(DATA_AXES))
+        return StepInputs(by_device, by_device, NamedSharding(self.mesh, P()), by_device)
+
+
+def _input_specs() -> StepInputs:
+    return StepInputs(P(DATA_AXES), P(DATA_AXES), P(), P(DATA_AXES))
+
+
+def _micro_batch(inputs: StepInputs, index: Any) -> tuple[HomeRows, StepTables, Array]:
+    """This device's micro-batch `index` of inputs that still have their device axis, of size 1."""
+    rows, tables = jax.tree.map(lambda x: x[0, index], (inputs.rows, inputs.tables))
+    return rows, tables, inputs.num_image_tokens[index]
+
+
+class _LossOf:
+    """The device's share of the loss of one micro-batch, as a function of parameter shards."""
+
+    def __init__(self, program: TrainProgram, capacity: StepCapacity) -> None:
+        self.graph = nnx.graphdef(program.module)
+        self.program, self.capacity, self.axes = program, capacity, program.axes
+        self.layer_scan = layer_scan_for(self.axes, program.mesh, remat=program.remat, dtype=program.dtype)
+
+    def prepare(self, inputs: StepInputs, index: Any, step: Any, key: Any) -> Callable[[Any], Any]:
+        home, tables, num_image_tokens = _micro_batch(inputs, index)
+        rows = to_token_layout(home, tables, self.capacity, num_image_tokens, DATA_AXES)
+        layout = attention_layout(tables, self.capacity, self.program.num_heads)
+        context = Context(
+            attention=make_balanced_attention(layout, axis_name=DATA_AXES, kernel=self.program.kernel),
+            layer_scan=self.layer_scan,
+            reduce=lambda sums: lax.psum(sums, DATA_AXES),
+            key=key,
+            step=step,
+        )
+
+        def loss(shards: Any) -> tuple[Array, Array]:
+            module = nnx.merge(self.graph, gather_unstacked(shards, self.axes))
+            sums = self.program.objective.loss(module, rows, context)
+            return sums.total, sums.weight
+
+        return loss
+
+
+def _sum_gradients(grads: Any, axes: Any) -> Any:
+    """Add up what devices still hold of each gradient: shards are summed over their group already."""
+    return jax.tree.map(lambda g, axis: lax.psum(g, REPLICA_AXIS if axis >= 0 else DATA_AXES), grads, axes)
+
+
+def _plans_agree(digest: Int[Array, "1 m"]) -> Array:
+    return jnp.all(lax.pmax(digest, DATA_AXES) == lax.pmin(digest, DATA_AXES))
+
+
+def make_train_step(
+    program: TrainProgram, capacity: StepCapacity
+) -> Callable[[TrainState, StepInputs, Any], tuple[TrainState, StepMetrics]]:
+    """The jitted training step for one capacity; donates its state.
+
+    Args:
+        program: the run's program.
+        capacity: sizes of the step's arrays.
+
+    Returns:
+        `step(state, inputs, key) -> (state, metrics)`. Gradients of all micro-batches are summed in float32 and divided
+        once by the global sum of loss weights. An update that is not finite is not applied.
+    """
+    loss_of = _LossOf(program, capacity)
+    specs = param_specs(loss_of.axes)
+
+    def device_gradients(params: Any, inputs: StepInputs, step: Array, key: Any) -> tuple[Any, Array, Array]:
+        num_micro = inputs.num_image_tokens.shape[0]
+
+        def add(carry: Any, index: Any) -> tuple[Any, None]:
+            loss = loss_of.prepare(inputs, index, step * num_micro + index, key)
+            (total, weight), grads = jax.value_and_grad(loss, has_aux=True)(params)
+            return jax.tree.map(jnp.add, carry, (grads, total, weight)), None
+
+        zero = jnp.zeros((), jnp.float32)
+        start = (jax.tree.map(jnp.zeros_like, params), zero, zero)
+        if num_micro == 1:
+            sums, _ = add(start, 0)
+        else:
+            sums, _ = lax.scan(add, start, jnp.arange(num_micro))
+        grads, total, weight = sums
+        total, weight = lax.psum((total, weight), DATA_AXES)
+        scale = 1.0 / jnp.maximum(weight, 1.0)
+        grads = jax.tree.map(lambda g: g * scale, _sum_gradients(grads, loss_of.axes))
+        return grads, total * scale, _plans_agree(inputs.plan_digest)
+
+    gradients = jax.shard_map(
+        device_gradients,
+        mesh=program.mesh,
+        in_specs=(specs, _input_specs(), P(), P()),
+        out_specs=(specs, P(), P()),
+        check_vma=False,  # custom gradients and integer tables defeat the replication checker
+    )
+
+    def step(state: TrainState, inputs: StepInputs, key: Any) -> tuple[TrainState, StepMetrics]:
+        grads, loss, agree = gradients(state.params, inputs, state.step, key)
+        norm = optax.global_norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        return _updated(program, state, grads, finite), StepMetrics(loss, norm, finite, agree)
+
+    shardings = program.state_shardings()
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def _updated(program: TrainProgram, state: TrainState, grads: Any, finite: Array) -> TrainState:
+    updates, opt_state = program.optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    decay = program.ema_decay
+    ema = jax.tree.map(lambda e, p: e * decay + p * (1 - decay), state.ema, params)
+
+    def keep(new: Any, old: Any) -> Any:
+        return jax.tree.map(partial(jnp.where, finite), new, old)
+
+    return TrainState(
+        step=state.step + 1,
+        params=keep(params, state.params),
+        ema=keep(ema, state.ema),
+        opt_state=keep(opt_state, state.opt_state),
+        skipped=state.skipped + jnp.where(finite, 0, 1),
+    )
+
+
+def make_eval_step(
+    program: TrainProgram, capacity: StepCapacity
+) -> Callable[[Any, StepInputs, Any, Any], tuple[Array, Array]]:
+    """The jitted evaluation step for one capacity.
+
+    Returns:
+        `step(params, inputs, index, key) -> (total, weight)`: summed loss and summed weights of micro-batch 0 over all
+        devices; `index` names its random draws. Dividing the totals of all batches by their weights is safe with unequal
+        batches.
+    """
+    loss_of = _LossOf(program, capacity)
+
+    def device_loss(params: Any, inputs: StepInputs, index: Array, key: Any) -> tuple[Array, Array]:
+        return lax.psum(loss_of.prepare(inputs, 0, index, key)(params), DATA_AXES)
+
+    return jax.jit(
+        jax.shard_map(
+            device_loss,
+            mesh=program.mesh,
+            in_specs=(param_specs(loss_of.axes), _input_specs(), P(), P()),
+            out_specs=(P(), P()),
+            check_vma=False,
+        )
+    )

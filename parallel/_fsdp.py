@@ -1,0 +1,171 @@
+"""Fully sharded parameters: gathered layer by layer, one layer ahead, and gradients scattered one layer behind.
+
+Parameters of a stack of layers are arrays with a leading layer axis, each sharded along one of its other axes. A scan
+that gathers a layer and then runs it leaves the link idle during compute and the cores idle during the gather. So the
+scan here carries the parameters of the layer it is about to run, and starts the gather of the next one first; in the
+backward scan it carries the next (earlier) layer's parameters and the last layer's full gradient, whose reduce-scatter
+runs under this layer's backward.
+
+    forward   step i:  gather(i + 1) | run(i)
+    backward  step i:  gather(i - 1) | reduce-scatter(gradient of i + 1) | recompute and differentiate(i)
+
+Only the layers' inputs are kept between the two: the gathered parameters never outlive their step.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from parallel._exchange import AxisName
+
+# A leaf below this many elements (per layer) is cheaper to replicate than to gather.
+_REPLICATE_BELOW = 1024
+
+
+def shard_axis(shape: Sequence[int], degree: int, *, stacked: bool = False) -> int | None:
+    """The axis along which a parameter is sharded: the largest that `degree` divides, the last of equals.
+
+    Args:
+        shape: global shape.
+        degree: devices that share the parameter.
+        stacked: whether the leading axis counts layers; it is never sharded.
+
+    Returns:
+        The axis, or None for a parameter that is replicated: small, or divisible nowhere.
+    """
+    first = 1 if stacked else 0
+    if degree == 1 or math.prod(shape[first:]) < _REPLICATE_BELOW:
+        return None
+    axes = [i for i in range(first, len(shape)) if shape[i] % degree == 0]
+    return max(axes, key=lambda i: (shape[i], i)) if axes else None
+
+
+def gather_leaf(x: Array, axis: int | None, axis_name: AxisName, dtype: Any = None) -> Array:
+    """All-gather one parameter's shards, cast to `dtype` before they travel; replicated parameters pass through.
+
+    Per device. The gradient is a reduce-scatter in the dtype of `x`; for a replicated parameter it stays this device's
+    own part, which the caller must sum over devices.
+    """
+    if axis is None:
+        return x
+    return _gather(axis, axis_name, dtype or x.dtype, x)
+
+
+def _all_gather(axis: int, axis_name: AxisName, dtype: Any, x: Array) -> Array:
+    return lax.all_gather(x.astype(dtype), axis_name, axis=axis, tiled=True)
+
+
+_gather = jax.custom_vjp(_all_gather, nondiff_argnums=(0, 1, 2))
+# The transpose of the gather would sum in the dtype that travelled forward; gradients are summed in float32.
+_gather.defvjp(
+    lambda axis, axis_name, dtype, x: (_all_gather(axis, axis_name, dtype, x), None),
+    lambda axis, axis_name, dtype, _, g: (_scatter_leaf(g, axis, axis_name),),
+)
+
+
+def _scatter_leaf(g: Array, axis: int | None, axis_name: AxisName) -> Array:
+    g = g.astype(jnp.float32)
+    if axis is None:
+        return g
+    return lax.psum_scatter(g, axis_name, scatter_dimension=axis, tiled=True)
+
+
+LayerFn = Callable[[Any, Any, Any], Any]
+
+
+def sharded_layer_scan(
+    axes: Any, *, axis_name: AxisName, dtype: Any = None
+) -> Callable[[LayerFn, Any, Any, Any], Any]:
+    """A `layer_scan(fn, stacked, carry, consts) -> carry` for parameters sharded over `axis_name`.
+
+    Per device: call inside `shard_map`. Every layer is recomputed in the backward pass from its input, which is all
+    that is stored. Communication per layer: parameters gathered once forward and once backward in `dtype`, gradients
+    reduce-scattered once in float32.
+
+    Args:
+        axes: pytree like `stacked` with the sharded axis of each leaf in the stacked array (layer axis = 0), or -1 for
+            a leaf that is replicated (None would vanish from a pytree).
+        axis_name: mesh axis, or tuple of axes, of the shards.
+        dtype: dtype in which sharded parameters travel; their own by default.
+
+    Returns:
+        The scan. `fn(layer_params, carry, consts) -> carry` may close over integers and other values that need no
+        gradient; gradients reach `stacked` (shards; replicated leaves: this device's part), `carry` and `consts`,
+        which are floating point.
+    """
+
+    def fetch(stacked: Any, i: Any) -> Any:
+        layer = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), stacked)
+        return jax.tree.map(
+            lambda x, axis: gather_leaf(x, None if axis < 0 else axis - 1, axis_name, dtype), layer, axes
+        )
+
+    def scatter(grads: Any) -> Any:
+        return jax.tree.map(
+            lambda g, axis: _scatter_leaf(g, None if axis < 0 else axis - 1, axis_name), grads, axes
+        )
+
+    def layer_scan(fn: LayerFn, stacked: Any, carry: Any, consts: Any) -> Any:
+        count = jax.tree.leaves(stacked)[0].shape[0]
+
+        def forward(stacked, carry, consts):
+            def body(state, i):
+                carry, params = state
+                following = fetch(stacked, jnp.minimum(i + 1, count - 1))
+                return (fn(params, carry, consts), following), carry
+
+            (out, last), inputs = lax.scan(body, (carry, fetch(stacked, 0)), jnp.arange(count))
+            return out, (stacked, inputs, last, consts)
+
+        def backward(saved, d_carry):
+            stacked, inputs, last, consts = saved
+            return _backward_scan(fn, fetch, scatter, (stacked, inputs, last, consts), d_carry)
+
+        run = jax.custom_vjp(lambda *args: forward(*args)[0])
+        run.defvjp(forward, backward)
+        return run(stacked, carry, consts)
+
+    return layer_scan
+
+
+def _backward_scan(fn: LayerFn, fetch: Callable, scatter: Callable, saved: Any, d_carry: Any) -> Any:
+    stacked, inputs, last, consts = saved
+    count = jax.tree.leaves(stacked)[0].shape[0]
+
+    def body(state, xs):
+        d_carry, d_consts, params, pending, d_stacked = state
+        i, carry = xs
+        earlier = fetch(stacked, jnp.maximum(i - 1, 0))
+        # The gradient of layer i + 1; in the first step there is none, and the zeros are overwritten in the next.
+        d_stacked = _write(d_stacked, scatter(pending), jnp.minimum(i + 1, count - 1))
+        _, vjp = jax.vjp(fn, params, carry, consts)
+        d_params, d_carry, d_layer_consts = vjp(d_carry)
+        d_consts = jax.tree.map(
+            lambda total, part: total + part.astype(jnp.float32), d_consts, d_layer_consts
+        )
+        return (d_carry, d_consts, earlier, d_params, d_stacked), None
+
+    start = (
+        d_carry,
+        jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), consts),
+        last,
+        jax.tree.map(jnp.zeros_like, last),
+        jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), stacked),
+    )
+    state, _ = lax.scan(body, start, (jnp.arange(count), inputs), reverse=True)
+    d_carry, d_consts, _, pending, d_stacked = state
+    d_stacked = _write(d_stacked, scatter(pending), 0)
+    return _cast_like(d_stacked, stacked), d_carry, _cast_like(d_consts, consts)
+
+
+def _cast_like(tree: Any, like: Any) -> Any:
+    return jax.tree.map(lambda g, x: g.astype(x.dtype), tree, like)
+
+
+def _write(stack: Any, layer: Any, i: Any) -> Any:
+    return jax.tree.map(lambda s, x: lax.dynamic_update_index_in_dim(s, x, i, 0), stack, layer)
