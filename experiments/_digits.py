@@ -57,7 +57,7 @@ class DigitClassifier:
         self._machine = SVC(C=10.0, gamma=0.0015)
         self._machine.fit(np.concatenate(cells), np.tile(train.labels, len(cells)))
 
-    def classify(self, images: Sequence[UInt8[np.ndarray, "y x 3"]]) -> Int64[np.ndarray, " n"]:
+    def classify(self, images: Sequence[UInt8[np.ndarray, "_ _ 3"]]) -> Int64[np.ndarray, " n"]:
         """The digit each RGB picture shows, whatever its size."""
         if len(images) == 0:
             return np.zeros(0, np.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from experiments.data._types import DataError
@@ -75,7 +75,7 @@ def any_captions(root: Path, names: Sequence[str]) -> dict[str, str]:
 def _metadata_rows(path: Path) -> Iterator[tuple[str, str]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
-            rows: Iterator[Mapping[str, object]]
+            rows: Iterator[object]
             if path.suffix == ".jsonl":
                 rows = (json.loads(line) for line in file if line.strip())
             else:
@@ -88,7 +88,7 @@ def _metadata_rows(path: Path) -> Iterator[tuple[str, str]]:
             ) from error
 
 
-def _checked_row(path: Path, number: int, row: Mapping[str, object]) -> tuple[str, str]:
+def _checked_row(path: Path, number: int, row: object) -> tuple[str, str]:
     name, text = (row.get(_FILE_FIELD), row.get(_TEXT_FIELD)) if isinstance(row, dict) else (None, None)
     if not isinstance(name, str) or not isinstance(text, str):
         raise DataError(

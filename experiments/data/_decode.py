@@ -6,7 +6,7 @@ import dataclasses
 import io
 import math
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import av
 import numpy as np
@@ -18,6 +18,9 @@ from experiments.data._types import BadSampleError
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm"})
 VIDEO_SUFFIXES = frozenset({".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".ogv"})
 MEDIA_SUFFIXES = IMAGE_SUFFIXES | VIDEO_SUFFIXES
+
+# An open file, or the bytes of one that lies inside another.
+MediaBytes = io.BufferedReader | io.BytesIO
 
 # What the two decoders raise on damaged or truncated content, a decompression bomb included.
 _DECODE_ERRORS = (
@@ -62,7 +65,7 @@ class FrameChoice:
         return range(self.start, self.start + self.count * self.stride, self.stride)
 
 
-def media_size(file: BinaryIO, suffix: str) -> MediaSize:
+def media_size(file: MediaBytes, suffix: str) -> MediaSize:
     """Size of an image or a video from its header (for a video also from its first frame).
 
     Args:
@@ -81,7 +84,7 @@ def media_size(file: BinaryIO, suffix: str) -> MediaSize:
     return size
 
 
-def read_frames(file: BinaryIO, suffix: str, choice: FrameChoice) -> UInt8[np.ndarray, "t y x 3"]:
+def read_frames(file: MediaBytes, suffix: str, choice: FrameChoice) -> UInt8[np.ndarray, "t y x 3"]:
     """Chosen frames, upright, as RGB, resized with antialiasing.
 
     Raises:
@@ -97,14 +100,14 @@ def read_frames(file: BinaryIO, suffix: str, choice: FrameChoice) -> UInt8[np.nd
     return np.stack(frames)
 
 
-def open_media(path: Path, offset: int = 0, size: int | None = None) -> BinaryIO:
-    """A file, or `size` bytes at `offset` of one (a member of a tar shard), opened at its start.
+def open_media(path: Path, offset: int = 0, size: int = -1) -> MediaBytes:
+    """A file, or `size` >= 0 bytes at `offset` of one (a member of a tar shard), opened at its start.
 
     Raises:
       BadSampleError: it cannot be opened.
     """
     try:
-        if size is None:
+        if size < 0:
             return path.open("rb")
         with path.open("rb") as file:
             file.seek(offset)
@@ -124,7 +127,7 @@ def _resized(image: Image.Image, choice: FrameChoice) -> UInt8[np.ndarray, "y x 
     return np.asarray(image)
 
 
-def _image_size(file: BinaryIO) -> MediaSize:
+def _image_size(file: MediaBytes) -> MediaSize:
     with Image.open(file) as image:
         width, height = image.size
         if _orientation(image) in _SIDEWAYS:
@@ -151,7 +154,7 @@ def _as_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _image_frames(file: BinaryIO, choice: FrameChoice) -> list[np.ndarray]:
+def _image_frames(file: MediaBytes, choice: FrameChoice) -> list[np.ndarray]:
     frames = []
     with Image.open(file) as image:
         turned = _orientation(image) != 1
@@ -163,7 +166,7 @@ def _image_frames(file: BinaryIO, choice: FrameChoice) -> list[np.ndarray]:
     return frames
 
 
-def _video_size(file: BinaryIO) -> MediaSize:
+def _video_size(file: MediaBytes) -> MediaSize:
     with av.open(file) as container:
         stream = container.streams.video[0]
         frame = next(container.decode(stream), None)
@@ -177,7 +180,7 @@ def _video_size(file: BinaryIO) -> MediaSize:
     return MediaSize(frames, height, width)
 
 
-def _count_frames(file: BinaryIO) -> int:
+def _count_frames(file: MediaBytes) -> int:
     with av.open(file) as container:
         return sum(1 for packet in container.demux(video=0) if packet.size)
 
@@ -194,7 +197,7 @@ def _quarter_turns(frame: Any) -> int:
     return round(frame.rotation / 90) % 4
 
 
-def _video_frames(file: BinaryIO, choice: FrameChoice) -> list[np.ndarray]:
+def _video_frames(file: MediaBytes, choice: FrameChoice) -> list[np.ndarray]:
     wanted = choice.wanted()
     frames: list[np.ndarray] = []
     with av.open(file) as container:

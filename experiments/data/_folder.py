@@ -40,7 +40,7 @@ class ImageFolder(MediaSource):
 
         def scan(path: Path) -> list[MediaEntry]:
             name = path.relative_to(root).as_posix()
-            return [scan_media(path, MediaEntry(name, 0, path.stat().st_size, 0, 0, 0))]
+            return [scan_media(path, MediaEntry(name, 0, -1, 0, 0, 0))]
 
         files = index_files(
             str(root.resolve()),

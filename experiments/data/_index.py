@@ -27,7 +27,7 @@ class MediaEntry(NamedTuple):
 
     Attributes:
       name: unique in its source: a path below the root, or shard and member.
-      offset, size: where its bytes lie in the file.
+      offset, size: where its bytes lie in the file; a size of -1 means all of it.
       frames, height, width: of the whole file, upright; 0 frames when the header cannot be read.
       caption: None when there is none.
       error: why the header cannot be read, else empty.
@@ -102,7 +102,10 @@ def index_files(
 
 
 def _stamp(path: Path) -> _Stamp:
-    status = path.stat()
+    try:
+        status = path.stat()
+    except OSError:  # a link to nowhere: scanning it will say so
+        return _Stamp(-1, 0)
     return _Stamp(status.st_size, status.st_mtime_ns)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from experiments.data._bad import BadLimit, BadTally
 from experiments.data._types import BadSampleError, Source, StepData, StepIndex, TextRows
 
 
+@runtime_checkable
 class Sampler(Protocol):
     """What a reader needs: sources, and the sequences of any step."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -54,6 +55,7 @@ def grid_positions(grid: tuple[int, int, int], count: int | None = None) -> Int3
     return np.stack([token // (h * w), token // w % h, token % w], axis=1)
 
 
+@functools.lru_cache(maxsize=65_536)  # data sets have far fewer sizes than files
 def snap_grid(height: int, width: int, *, patch: int, max_patches: int) -> tuple[int, int]:
     """Patch grid (h, w) for a picture: nearest multiples of the patch, scaled down to fit, never cropped.
 
@@ -82,7 +84,7 @@ def snap_grid(height: int, width: int, *, patch: int, max_patches: int) -> tuple
     if math.prod(snapped(1.0)) <= max_patches:
         return snapped(1.0)
     low, high = 0.0, 1.0  # snapped(low) fits, snapped(high) does not
-    for _ in range(50):
+    for _ in range(30):
         middle = (low + high) / 2
         low, high = (middle, high) if math.prod(snapped(middle)) <= max_patches else (low, middle)
     h, w = snapped(low)

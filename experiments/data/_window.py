@@ -49,7 +49,7 @@ class _Stream:
     source: int
     lengths: Int64[np.ndarray, " n"]
     class_tops: Int64[np.ndarray, " m"]
-    members: tuple[Int64[np.ndarray, " c"], ...]
+    members: tuple[Int64[np.ndarray, " _"], ...]
     rate: Fraction
 
     def most(self) -> list[int]:
@@ -131,6 +131,8 @@ class WindowPlan:
                     for k, x in enumerate(self._lengths)
                 ]
             )
+            if best is not None and not classes:
+                best = self._top_up(*best)
             if best is not None and sum(s.fewest() for s in best[0]) >= self.window:
                 return best
         longest = max(int(x.max()) for x in self._lengths)
@@ -158,6 +160,20 @@ class WindowPlan:
             else:
                 high = share
         return best
+
+    def _top_up(
+        self, streams: list[_Stream], template: Int64[np.ndarray, " slots"]
+    ) -> tuple[list[_Stream], Int64[np.ndarray, " slots"]]:
+        """One more sample per window from each source that has room, while windows have fewer than steps."""
+        for k, stream in enumerate(streams):
+            if sum(s.fewest() for s in streams) >= self.window:
+                break
+            more = dataclasses.replace(stream, rate=stream.rate + Fraction(1, len(stream.lengths)))
+            trial = [*streams[:k], more, *streams[k + 1 :]]
+            packed = self._pack_worst(trial)
+            if packed is not None:
+                streams, template = trial, packed
+        return streams, template
 
     def _pack_worst(self, streams: list[_Stream]) -> Int64[np.ndarray, " slots"] | None:
         sizes = [np.repeat(s.class_tops, s.most()) for s in streams]

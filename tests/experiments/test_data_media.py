@@ -194,8 +194,11 @@ def test_damaged_headers_are_skipped_and_named(tmp_path, caplog):
     save_image(tmp_path / "good.png", 16, 16)
     (tmp_path / "bad.png").write_bytes(b"not a picture")
     (tmp_path / "bad.mp4").write_bytes(b"\0" * 400)
+    (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere.png")
     source = ImageFolder(tmp_path, rules=RULES)
     assert names_of(source) == ["good.png"]
+    assert "cannot read gone.png" in caplog.text
+    (tmp_path / "gone.png").unlink()
     assert "cannot read bad.png" in caplog.text
     assert "cannot read bad.mp4" in caplog.text
     strict = MediaRules(patch=8, max_tokens=64, allow_uncaptioned=True, bad_limit=BadLimit(0.5, 2))

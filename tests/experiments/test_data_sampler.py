@@ -123,6 +123,14 @@ def test_no_step_is_empty_or_too_full(lengths, budget):
         assert 0 < total <= budget
 
 
+def test_equal_sources_of_one_sequence_per_step_each_get_their_turn():
+    sources = [ListSource(name, np.arange(600, 1000, 50)) for name in "abc"]
+    sampler = StepSampler(sources, weights=[1, 1, 1], token_budget=1000, seed=0)
+    drawn = np.concatenate([sampler.step(t).source for t in range(1200)])
+    assert len(drawn) == 1200
+    np.testing.assert_allclose(np.bincount(drawn) / 1200, [1 / 3] * 3, atol=0.02)
+
+
 def test_a_million_samples_and_a_million_steps():
     rng = np.random.default_rng(0)
     source = ListSource("big", np.clip(np.exp(rng.normal(5, 1, 10**6)), 4, 8192).astype(int))
