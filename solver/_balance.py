@@ -32,8 +32,9 @@ def balance(
 
     With bags, a sequence goes to one bag and is cut evenly over its devices: contiguous parts of its text and
     of its image tokens, and of its heads. Sequences are assigned to bags to minimise the cost of a
-    static-shape step (`BalancePlan.static_step_cost`), with no bag above the largest load of the published
-    greedy. Stateless, and the same bits on every host: sums are taken in a fixed order, ties go by index.
+    static-shape step (most text tokens, most image tokens and most attention of any device), with no bag
+    above the largest load of the published greedy. Stateless, and the same bits on every host: sums are taken
+    in a fixed order, ties go by index.
 
     Args:
         lengths: tokens of each sequence, text and image together; 0 is allowed.
@@ -78,14 +79,14 @@ def balance(
     bounds = lower_bounds(problem, layout, work)
     bag_of_sequence = problem.home
     if bags is not None:
-        bag_of_sequence = assign_to_bags(problem, layout, work, floors=bounds[:, 1])
+        bag_of_sequence = assign_to_bags(problem, layout, work, targets=[bound.parts for bound in bounds])
     parts = make_parts(bag_of_sequence, layout)
-    load_bound_s, step_bound_s = (bounds.max(axis=0) * (FLOP_UNIT * cost.seconds_per_flop)).tolist()
+    unit_s = FLOP_UNIT * cost.seconds_per_flop
     return plan_from_slices(
         problem,
         cut_tokens(problem, bag_of_sequence, layout, parts),
         cut_heads(problem, parts),
-        lower_bounds=(load_bound_s, step_bound_s),
+        lower_bounds=(max(b.load for b in bounds) * unit_s, max(b.step for b in bounds) * unit_s),
     )
 
 

@@ -1,55 +1,57 @@
 """Which bag a sequence goes to."""
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from solver._bags import BagLayout
 from solver._balance_home import keep_at_home, rename_bags
-from solver._balance_search import SequenceWork, load_of, reduce_step, step_of
+from solver._balance_search import SearchGoal, SequenceWork, load_of, reduce_step, step_of
 from solver._plan import BalanceProblem, total_of
 
-# A step this close to its lower bound is as good as optimal: devices of one kind differ by more.
-_CLOSE = 2e-4
-# Exchanges to try. With few bags a handful finds nearly all there is; with many, more are among the fullest.
-_TRIES, _BAGS_PER_TRY = 4, 4
+# Exchanges to try: in proportion to the sequences, as the rest of a plan's time is; more if text is a part of
+# its own, which the greedy does not look at.
+_TRIES, _SEQUENCES_PER_TRY, _MOST_TRIES = 4, 20, 256
+_TEXT_FACTOR = 4
 
 
 def assign_to_bags(
     problem: BalanceProblem,
     layout: BagLayout,
-    work: Float[np.ndarray, "3 n"],
+    work: Float[np.ndarray, "parts+1 n"],
     *,
-    floors: Float[np.ndarray, " replicas"],
+    targets: Sequence[list[float]],
 ) -> Int[np.ndarray, " n"]:
     """Choose a bag for every sequence; each replica balances the sequences at home on its devices.
 
-    What is minimised is the step of a static-shape program, most tokens plus most attention, among
-    assignments whose largest load is at most that of the published greedy. (The largest load alone is the
-    wrong aim: on the published mixes its last 0.1 % costs up to 1 % of the step.)
+    What is minimised is the step of a static-shape program, most tokens (of text and image each, as they are
+    separate arrays) plus most attention, among assignments whose largest load is at most that of the
+    published greedy. (The largest load alone is the wrong aim: on the published mixes its last 0.1 % costs up
+    to 1 % of the step.)
 
     Args:
         problem: the sequences and devices.
         layout: the bags.
-        work: linear work, attention and their sum of every sequence.
-        floors: step of each replica, in the same unit, that no assignment beats.
+        work: parts of the work of every sequence, and their sum, as `work_of` gives them.
+        targets: of each replica, largest share of every part of the work that no assignment undercuts.
 
     Returns:
         Bag of every sequence.
     """
     home_bag = layout.bag_of_device[problem.home]
     bag_of_sequence = np.empty(work.shape[1], np.int64)
-    for replica, floor in enumerate((floors * (1 + _CLOSE)).tolist()):
+    for replica, target in enumerate(targets):
         bags = np.flatnonzero(layout.replica == replica)
         mine = np.flatnonzero(layout.replica[home_bag] == replica)
         local = SequenceWork(work[:, mine], layout.size[bags])
-        bag_of_sequence[mine] = bags[_assign(local, problem.lengths[mine], home_bag[mine] - bags[0], floor)]
+        bag_of_sequence[mine] = bags[_assign(local, problem.lengths[mine], home_bag[mine] - bags[0], target)]
     return bag_of_sequence
 
 
 def _assign(
-    work: SequenceWork, lengths: Int[np.ndarray, " n"], home: Int[np.ndarray, " n"], floor: float
+    work: SequenceWork, lengths: Int[np.ndarray, " n"], home: Int[np.ndarray, " n"], targets: list[float]
 ) -> Int[np.ndarray, " n"]:
     """Bags of the sequences of one replica, numbered within it, as their home bags are."""
     if len(work.sizes) == 1 or not lengths.any():
@@ -63,9 +65,9 @@ def _assign(
         other_shares = work.shares(other)
         if load_of(other_shares) <= load_cap and step_of(other_shares) < step_of(shares):
             bag, shares = other, other_shares
-    if step_of(shares) > floor:
-        num_tries = _TRIES + len(work.sizes) // _BAGS_PER_TRY
-        bag = reduce_step(work, bag, load_cap=load_cap, floor=floor, num_tries=num_tries)
+    num_tries = min(_TRIES + len(lengths) // _SEQUENCES_PER_TRY, _MOST_TRIES)
+    num_tries *= _TEXT_FACTOR if len(targets) > 2 else 1
+    bag = reduce_step(work, bag, SearchGoal(load_cap, targets, num_tries))
     return rename_bags(keep_at_home(work, bag, home, heaviest_first), home, lengths, work.sizes)
 
 

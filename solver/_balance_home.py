@@ -21,13 +21,13 @@ def keep_at_home(
     """An assignment with most sequences at home, if one as good as this is found; else this one.
 
     When a sequence that no bag can shorten decides the step, the other bags have room. As good: no more of
-    the most linear work, attention, load, and, in bags of different sizes, no more rows sent.
+    the most of any part of the work, of load, and, in bags of different sizes, of rows sent.
     """
     shares = work.shares(bag_of_sequence)
     load, parts = load_of(shares), shares.max(axis=1)
     if load * int(work.sizes.sum()) < _ROOM * total_of(work.total):
         return bag_of_sequence
-    found = _fill_homes(work, home, heaviest_first, (float(parts[0]), float(parts[1]), load))
+    found = _fill_homes(work, home, heaviest_first, parts.tolist(), load)
     if found is None:
         return bag_of_sequence
     found_shares = work.shares(found)
@@ -43,41 +43,37 @@ def _fill_homes(
     work: SequenceWork,
     home: Int[np.ndarray, " n"],
     heaviest_first: Int[np.ndarray, " n"],
-    caps: tuple[float, float, float],
+    caps: list[float],
+    load_cap: float,
 ) -> Int[np.ndarray, " n"] | None:
     """Heaviest first, each sequence home if it fits under the caps; then the rest to the bag of least load.
 
-    The caps are on a device's linear work, attention and load. None if one fits nowhere.
+    The caps are on a device's share of each part of the work, and on its load. None if one fits nowhere.
     """
     sizes = work.sizes.tolist()
-    linear_cap, attention_cap, load_cap = caps
-    linear, attention = [0.0] * len(sizes), [0.0] * len(sizes)
-    (linear_of, attention_of), homes = work.parts.tolist(), home.tolist()
+    held = [[0.0] * len(caps) for _ in sizes]
+    parts_of, homes = work.parts.T.tolist(), home.tolist()
     chosen, left = list(homes), []
 
     def fits(index: int, bag: int) -> bool:
-        with_linear = linear[bag] + linear_of[index] / sizes[bag]
-        with_attention = attention[bag] + attention_of[index] / sizes[bag]
-        if (
-            with_linear > linear_cap
-            or with_attention > attention_cap
-            or with_linear + with_attention > load_cap
-        ):
+        size = sizes[bag]
+        shares = [share + part / size for share, part in zip(held[bag], parts_of[index], strict=True)]
+        if sum(shares) > load_cap or any(share > cap for share, cap in zip(shares, caps, strict=True)):
             return False
-        linear[bag], attention[bag] = with_linear, with_attention
+        held[bag] = shares
         chosen[index] = bag
         return True
 
     for index in heaviest_first.tolist():
         if not fits(index, homes[index]):
             left.append(index)
-    heap = [(linear[bag] + attention[bag], bag) for bag in range(len(sizes))]
+    heap = [(sum(shares), bag) for bag, shares in enumerate(held)]
     heapq.heapify(heap)
     for index in left:
         bag = heap[0][1]
         if not fits(index, bag):
             return None
-        heapq.heapreplace(heap, (linear[bag] + attention[bag], bag))
+        heapq.heapreplace(heap, (sum(held[bag]), bag))
     return np.array(chosen, np.int64)
 
 

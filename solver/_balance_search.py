@@ -1,4 +1,9 @@
-"""Local search on an assignment to bags: exchange sequences until a static-shape step cannot get cheaper."""
+"""Local search on an assignment to bags: exchange sequences so that the fullest bags become less full.
+
+A static-shape step costs, for each part of the work, what the fullest bag has of it. Lowering these maxima
+directly gets stuck as soon as two bags are equally full, so what is lowered is the sum over parts and bags of
+the squared excess over a target that no assignment can undercut; the cheapest step on the way is kept.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -6,13 +11,16 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-# Changes below this part of the step are not worth an exchange, and below rounding they would cycle.
-_RESOLUTION = 1e-6
+# A step this close to its lower bound is as good as optimal: devices of one kind differ by more.
+_CLOSE = 2e-4
+# Exchanges that lower the excess by less than this part of it would let rounding decide.
+_RESOLUTION = 1e-9
 # An exchange must stay this far below the cap on the load, so that no order of summation puts it above.
 _ROUNDING = 1e-12
-# Exchanges looked at in one try, about: more find little and cost time in proportion.
-_EXCHANGES = 512
-_FEWEST_PARTNERS = 3
+# Exchanges looked at in one try, at most: more find little and cost time in proportion.
+_EXCHANGES = 1024
+# In larger bags, those looked at for each sequence: as many of nearly its weight, and moves to as many bags.
+_ALIKE, _MOVES = 8, 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,137 +28,177 @@ class SequenceWork:
     """Work of the sequences of one replica, in one unit, and the sizes of its bags.
 
     Attributes:
-        work: linear work, attention, and their sum.
+        work: the parts that a static-shape step pads each to its fullest device, then their sum: linear work,
+            of text and of image tokens apart if there is text, and attention.
         sizes: devices of each bag.
     """
 
-    work: Float[np.ndarray, "3 n"]
+    work: Float[np.ndarray, "parts+1 n"]
     sizes: Int[np.ndarray, " bags"]
 
     @property
-    def parts(self) -> Float[np.ndarray, "2 n"]:
-        """Linear work and attention."""
-        return self.work[:2]
+    def parts(self) -> Float[np.ndarray, "parts n"]:
+        """Kinds of linear work, and attention."""
+        return self.work[:-1]
 
     @property
     def total(self) -> Float[np.ndarray, " n"]:
         """Their sum."""
-        return self.work[2]
+        return self.work[-1]
 
-    def shares(self, bag_of_sequence: Int[np.ndarray, " n"]) -> Float[np.ndarray, "2 bags"]:
-        """Linear and attention work of every bag over its size: what each of its devices does."""
+    def shares(self, bag_of_sequence: Int[np.ndarray, " n"]) -> Float[np.ndarray, "parts bags"]:
+        """Parts of the work of every bag over its size: what each of its devices does."""
         num_bags = len(self.sizes)
-        shares = np.empty((2, num_bags))
+        shares = np.empty((len(self.parts), num_bags))
         for share, part in zip(shares, self.parts, strict=True):
             share[:] = np.bincount(bag_of_sequence, weights=part, minlength=num_bags)
         return shares / self.sizes
 
     def rows_sent(self, bag_of_sequence: Int[np.ndarray, " n"]) -> float:
         """Rows that leave a device inside its bag, up to a factor: all but 1 / size of a sequence's."""
-        return float(np.cumsum(self.parts[0] * (1.0 - 1.0 / self.sizes[bag_of_sequence]))[-1])
+        linear = self.parts[:-1].sum(axis=0)
+        return float(np.cumsum(linear * (1.0 - 1.0 / self.sizes[bag_of_sequence]))[-1])
 
 
-def load_of(shares: Float[np.ndarray, "2 bags"]) -> float:
+def load_of(shares: Float[np.ndarray, "parts bags"]) -> float:
     """Load of the fullest device."""
-    return float((shares[0] + shares[1]).max())
+    return float(shares.sum(axis=0).max())
 
 
-def step_of(shares: Float[np.ndarray, "2 bags"]) -> float:
-    """A static-shape step: every device is padded to the most tokens and to the most attention."""
-    return float(shares[0].max() + shares[1].max())
+def step_of(shares: Float[np.ndarray, "parts bags"]) -> float:
+    """A static-shape step: every device is padded to the most tokens of each kind and to the most attention."""
+    return sum(shares.max(axis=1).tolist())
+
+
+class SearchGoal(NamedTuple):
+    """Limits of the search, in the unit of the work.
+
+    Attributes:
+        load_cap: load that no exchange may exceed.
+        targets: of every part of the work, a largest share that no assignment undercuts.
+        num_tries: exchanges to try.
+    """
+
+    load_cap: float
+    targets: list[float]
+    num_tries: int
 
 
 def reduce_step(
-    work: SequenceWork,
-    bag_of_sequence: Int[np.ndarray, " n"],
-    *,
-    load_cap: float,
-    floor: float,
-    num_tries: int,
+    work: SequenceWork, bag_of_sequence: Int[np.ndarray, " n"], goal: SearchGoal
 ) -> Int[np.ndarray, " n"]:
-    """Exchange sequences between the bag of most linear or most attention work and others while that helps.
+    """Exchange sequences between the bag with the most of some part of the work and others while that helps.
 
-    Each try takes the best of all exchanges of one sequence for another, or for nothing, between that bag and
-    those with the least load.
+    Each try takes the best of many exchanges of one sequence for another, or for nothing.
 
     Args:
         work: the sequences and bags.
         bag_of_sequence: where to start.
-        load_cap: exchanges leave both bags with less load.
-        floor: step cost at which to stop.
-        num_tries: how many exchanges to try.
+        goal: what to reach and how long to try.
 
     Returns:
-        An assignment whose step costs no more than the start's and whose load is at most the cap or the
+        An assignment whose step costs no more than the start's, and whose load is at most the cap or the
         start's.
     """
-    num_bags = len(work.sizes)
-    shares = work.shares(bag_of_sequence)
-    # One weightless sequence a bag: what is exchanged for it just moves.
-    padded = np.concatenate([work.parts, np.zeros((2, num_bags))], axis=1)
-    bag = np.concatenate([bag_of_sequence, np.arange(num_bags)])
-    state = _State(padded, bag, shares, 1.0 / work.sizes, load_cap * (1 - _ROUNDING))
-    step, failed = step_of(shares), 0
-    for _ in range(num_tries):
-        if step <= floor or failed == 2:
+    search = _start(work, bag_of_sequence, goal)
+    best, least_step = bag_of_sequence, step_of(search.shares)
+    enough, failed = sum(goal.targets) * (1 + _CLOSE), 0
+    for _ in range(goal.num_tries):
+        if least_step <= enough or failed == len(goal.targets):
             break
-        lower = _exchange_once(state, int(shares[failed].argmax()), step * (1 - _RESOLUTION))
-        failed = failed + 1 if lower is None else 0
-        step = step if lower is None else lower
-    return bag[: len(bag_of_sequence)]
+        excess = search.shares.max(axis=1) - search.targets[:, 0]
+        part = int(np.argsort(-excess, kind="stable")[failed])
+        if not _exchange_once(search, int(search.shares[part].argmax())):
+            failed += 1
+            continue
+        failed = 0
+        step = step_of(search.shares)
+        if step < least_step:
+            best, least_step = search.bag[: len(bag_of_sequence)].copy(), step
+    return best
 
 
-class _State(NamedTuple):
-    """Where the search stands; `bag` and `shares` are updated in place."""
+class _Search(NamedTuple):
+    """Where the search stands; `bag` and `shares` are updated in place.
 
-    work: Float[np.ndarray, "2 n"]
+    A weightless sequence a bag follows the true ones: what is exchanged for it just moves.
+    """
+
+    work: Float[np.ndarray, "parts n"]
+    total: Float[np.ndarray, " n"]
+    heaviest_first: Int[np.ndarray, " n"]
     bag: Int[np.ndarray, " n"]
-    shares: Float[np.ndarray, "2 bags"]
+    shares: Float[np.ndarray, "parts bags"]
     per_size: Float[np.ndarray, " bags"]
+    targets: Float[np.ndarray, "parts 1"]
     load_cap: float
 
 
-def _exchange_once(state: _State, here: int, step_cap: float) -> float | None:
-    """Make the best exchange with bag `here`; the step after it, or None if none is below the cap."""
-    work, bag, shares, per_size, load_cap = state
+def _start(work: SequenceWork, bag_of_sequence: Int[np.ndarray, " n"], goal: SearchGoal) -> _Search:
+    num_bags = len(work.sizes)
+    padded = np.concatenate([work.work, np.zeros((len(work.work), num_bags))], axis=1)
+    return _Search(
+        work=padded[:-1],
+        total=padded[-1],
+        heaviest_first=np.argsort(-padded[-1], kind="stable"),
+        bag=np.concatenate([bag_of_sequence, np.arange(num_bags)]),
+        shares=work.shares(bag_of_sequence),
+        per_size=1.0 / work.sizes,
+        targets=np.array(goal.targets)[:, None],
+        load_cap=goal.load_cap * (1 - _ROUNDING),
+    )
+
+
+def _exchange_once(search: _Search, here: int) -> bool:
+    """Make the exchange with bag `here` that lowers the excess most, in place; False if none does."""
+    bag, shares, per_size = search.bag, search.shares, search.per_size
     mine = np.flatnonzero(bag == here)
-    theirs = _candidates(state, here, len(mine))
+    mine = mine[:: -(-len(mine) * _ALIKE // _EXCHANGES)]
+    theirs = _candidates(search, here, mine)
     there = bag[theirs]
     # `take` rather than indexing: it leaves rows contiguous, which makes all that follows three times as
     # fast.
-    moved = work.take(mine, axis=1)[:, :, None] - work.take(theirs, axis=1)[:, None]
+    moved = search.work.take(mine, axis=1)[:, :, None] - search.work.take(theirs, axis=1)
     after_here = shares[:, here, None, None] - moved * per_size[here]
-    after_there = shares.take(there, axis=1)[:, None] + moved * per_size[there]
-    most = _most_of_others(shares, here).take(there, axis=1)[:, None]
-    most = np.maximum(np.maximum(after_here, after_there), most)
-    step = most[0] + most[1]
-    load = np.maximum(after_here[0] + after_here[1], after_there[0] + after_there[1])
-    step[load > load_cap] = np.inf
-    own, other = divmod(int(step.argmin()), len(theirs))
-    if not step[own, other] < step_cap:
-        return None
-    partner = there[other]
+    after_there = shares.take(there, axis=1) + moved * per_size[there]
+    before = _excess(shares, search.targets)
+    targets = search.targets[:, :, None]
+    gain = before[here] + before[there] - _excess(after_here, targets) - _excess(after_there, targets)
+    load = np.maximum(after_here.sum(axis=0), after_there.sum(axis=0))
+    gain[load > search.load_cap] = -np.inf
+    own, other = divmod(int(gain.argmax()), gain.shape[1])
+    if not gain[own, other] > _RESOLUTION * before[here]:
+        return False
+    sequence = theirs[min(own, len(theirs) - 1), other]
+    partner = bag[sequence]
     shares[:, here], shares[:, partner] = after_here[:, own, other], after_there[:, own, other]
-    bag[mine[own]], bag[theirs[other]] = partner, here
-    return float(step[own, other])
+    bag[mine[own]], bag[sequence] = partner, here
+    return True
 
 
-def _candidates(state: _State, here: int, num_mine: int) -> Int[np.ndarray, " k"]:
-    """Sequences to exchange for: those of the bags of least load, of as many bags as keep exchanges few."""
-    bag, num_bags = state.bag, len(state.per_size)
-    num_partners = max(_FEWEST_PARTNERS, _EXCHANGES * num_bags // (num_mine * len(bag)))
-    if num_partners >= num_bags - 1:
-        return np.flatnonzero(bag != here)
-    load = state.shares[0] + state.shares[1]
+def _excess(
+    shares: Float[np.ndarray, "parts *of"], targets: Float[np.ndarray, "parts *ones"]
+) -> Float[np.ndarray, "*of"]:
+    return np.square(np.maximum(shares - targets, 0.0)).sum(axis=0)
+
+
+def _candidates(
+    search: _Search, here: int, mine: Int[np.ndarray, " m"]
+) -> Int[np.ndarray, "1 k"] | Int[np.ndarray, "m k"]:
+    """Sequences of other bags to exchange for: all of them for each of mine, or if many, those most like it.
+
+    Under a tight cap on the load only sequences of nearly equal weight can be exchanged.
+    """
+    bag, heaviest_first = search.bag, search.heaviest_first
+    if len(mine) * len(bag) <= _EXCHANGES:
+        return np.flatnonzero(bag != here)[None]
+    others = heaviest_first[bag[heaviest_first] != here]
+    centre = np.searchsorted(-search.total[others], -search.total[mine])
+    span = max(_ALIKE, _EXCHANGES // len(mine))
+    around = centre[:, None] + np.arange(-(span // 2), span - span // 2)
+    alike = others[np.clip(around, 0, len(others) - 1)]
+    load = search.shares.sum(axis=0)
     load[here] = np.inf
-    chosen = np.zeros(num_bags, bool)
-    chosen[np.argsort(load, kind="stable")[:num_partners]] = True
-    return np.flatnonzero(chosen[bag])
-
-
-def _most_of_others(shares: Float[np.ndarray, "2 bags"], here: int) -> Float[np.ndarray, "2 bags"]:
-    """For every bag, the largest share among the bags that are neither it nor `here`; 0 if there is none."""
-    rest = shares.copy()
-    rest[:, here] = 0.0
-    rising = np.sort(rest, axis=1)
-    return np.where(shares == rising[:, -1:], rising[:, -2:-1], rising[:, -1:])
+    emptiest = np.argsort(load, kind="stable")[: min(_MOVES, len(load) - 1)]
+    nothing = len(bag) - len(load) + emptiest
+    return np.concatenate([alike, np.broadcast_to(nothing, (len(mine), len(nothing)))], axis=1)
