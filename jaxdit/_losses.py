@@ -184,6 +184,7 @@ def ddpm_loss(
     rows: NoisedRows,
     segment_ids: Int[Array, "n"],
     weights: Float[Array, "s"],
+    row_weights: Float[Array, "n"] | None = None,
     *,
     schedule: DiffusionSchedule,
     channels: int,
@@ -199,6 +200,7 @@ def ddpm_loss(
         rows: what the model was given, and what it was made of.
         segment_ids: sequence of each row, 0 = padding.
         weights: loss weight of each sequence.
+        row_weights: loss weight of each row besides; None for 1.
         schedule: the diffusion.
         channels: channels of a pixel.
 
@@ -213,7 +215,7 @@ def ddpm_loss(
     noise, variance = split_learned_sigma(prediction.astype(jnp.float32), channels)
     bound = _bound_terms(jax.lax.stop_gradient(noise), variance, rows, segment_ids, schedule)
     errors = jnp.square(noise - rows.noise) + schedule.num_steps / 1000 * bound
-    return _weighted_sums(errors, segment_ids, weights, None)
+    return _weighted_sums(errors, segment_ids, weights, row_weights)
 
 
 def _bound_terms(

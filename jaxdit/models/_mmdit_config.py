@@ -40,7 +40,7 @@ class MMDiTConfig:
     num_heads: int
     num_double_blocks: int
     num_single_blocks: int
-    axes_dim: tuple[int, int, int]
+    axes_dim: tuple[int, ...]
     out_channels: int | None = None
     mlp_ratio: float = 4.0
     theta: float = 10_000.0
@@ -50,7 +50,6 @@ class MMDiTConfig:
     compute_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "axes_dim", tuple(self.axes_dim))  # configs give lists
         names = ("in_channels", "text_channels", "pooled_channels", "width", "num_heads", "time_channels")
         check_positive("MMDiTConfig", {name: getattr(self, name) for name in names})
         check_heads("MMDiTConfig", self.width, self.num_heads)

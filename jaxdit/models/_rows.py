@@ -6,37 +6,14 @@ rows, so it is computed S times and not once per token, wherever the tokens of t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import jax
 from jaxtyping import Array, Float, Int, Num
 
 __all__ = ["Attention", "ImageLabelRows", "ImageTextRows", "LayerScan"]
 
-T = TypeVar("T")
 
-
-def _register(cls: type[T]) -> type[T]:
-    """Registers a dataclass of arrays as a pytree whose nodes may hold anything (specs, shapes, None)."""
-    names = tuple(f.name for f in fields(cls))  # type: ignore[arg-type]
-
-    def flatten_with_keys(rows: Any) -> tuple[list[tuple[Any, Any]], None]:
-        return [(jax.tree_util.GetAttrKey(name), getattr(rows, name)) for name in names], None
-
-    def unflatten(_: None, values: Any) -> Any:
-        rows = object.__new__(cls)  # past __init__: tree.map may put a PartitionSpec where an array was
-        for name, value in zip(names, values, strict=True):
-            object.__setattr__(rows, name, value)
-        return rows
-
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
-    return cls
-
-
-@_register
-@dataclass(frozen=True, slots=True)
-class ImageTextRows:
+class ImageTextRows(NamedTuple):
     """Input of `MMDiT` (per device inside shard_map; the model does not know about devices).
 
     Attributes:
@@ -62,9 +39,7 @@ class ImageTextRows:
     guidance: Float[Array, "s"] | None = None
 
 
-@_register
-@dataclass(frozen=True, slots=True)
-class ImageLabelRows:
+class ImageLabelRows(NamedTuple):
     """Input of `DiT`: as `ImageTextRows`, with a class label per sequence in the place of text.
 
     Attributes:
