@@ -13,14 +13,14 @@ from solver._plan import BalanceProblem, total_of
 
 # Exchanges to try: in proportion to the sequences, as the rest of a plan's time is; more if text is a part of
 # its own, which the greedy does not look at.
-_TRIES, _SEQUENCES_PER_TRY, _MOST_TRIES = 4, 20, 256
+_TRIES, _SEQUENCES_PER_TRY, _MOST_TRIES = 4, 30, 256
 _TEXT_FACTOR = 4
 
 
 def assign_to_bags(
     problem: BalanceProblem,
     layout: BagLayout,
-    work: Float[np.ndarray, "parts+1 n"],
+    work: Float[np.ndarray, "rows n"],
     *,
     targets: Sequence[list[float]],
 ) -> Int[np.ndarray, " n"]:

@@ -13,7 +13,7 @@ from solver._plan import BalanceProblem
 FLOP_UNIT = 1e12  # FLOP in the unit of work
 
 
-def work_of(problem: BalanceProblem) -> Float[np.ndarray, "parts+1 n"]:
+def work_of(problem: BalanceProblem) -> Float[np.ndarray, "rows n"]:
     """Work of every sequence by part, and in total, in TFLOP of a linear layer.
 
     The parts are those a static-shape step pads each to its fullest device: linear work, of text and of image
@@ -45,7 +45,7 @@ class LowerBounds(NamedTuple):
 
 
 def lower_bounds(
-    problem: BalanceProblem, layout: BagLayout, work: Float[np.ndarray, "parts+1 n"]
+    problem: BalanceProblem, layout: BagLayout, work: Float[np.ndarray, "rows n"]
 ) -> list[LowerBounds]:
     """Lower bounds of every replica, which keeps the sequences at home on its devices.
 

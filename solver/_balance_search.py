@@ -17,10 +17,11 @@ _CLOSE = 2e-4
 _RESOLUTION = 1e-9
 # An exchange must stay this far below the cap on the load, so that no order of summation puts it above.
 _ROUNDING = 1e-12
-# Exchanges looked at in one try, at most: more find little and cost time in proportion.
-_EXCHANGES = 1024
-# In larger bags, those looked at for each sequence: as many of nearly its weight, and moves to as many bags.
-_ALIKE, _MOVES = 8, 2
+# Exchanges looked at in one try: all if there are no more than these; more find little and cost time.
+_ALL_EXCHANGES = 3072
+# Otherwise about as many as these; for a sequence, at least so many with nearly its weight, and moves to so
+# many bags.
+_EXCHANGES, _ALIKE, _MOVES = 1024, 8, 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +34,7 @@ class SequenceWork:
         sizes: devices of each bag.
     """
 
-    work: Float[np.ndarray, "parts+1 n"]
+    work: Float[np.ndarray, "rows n"]
     sizes: Int[np.ndarray, " bags"]
 
     @property
@@ -101,25 +102,24 @@ def reduce_step(
         start's.
     """
     search = _start(work, bag_of_sequence, goal)
-    best, least_step = bag_of_sequence, step_of(search.shares)
-    enough, failed = sum(goal.targets) * (1 + _CLOSE), 0
+    best, failed = bag_of_sequence, 0
+    least = step_of(search.above)
     for _ in range(goal.num_tries):
-        if least_step <= enough or failed == len(goal.targets):
+        if least <= _CLOSE * sum(goal.targets) or failed == len(goal.targets):
             break
-        excess = search.shares.max(axis=1) - search.targets[:, 0]
-        part = int(np.argsort(-excess, kind="stable")[failed])
-        if not _exchange_once(search, int(search.shares[part].argmax())):
+        part = int(np.argsort(-search.above.max(axis=1), kind="stable")[failed])
+        if not _exchange_once(search, int(search.above[part].argmax())):
             failed += 1
             continue
         failed = 0
-        step = step_of(search.shares)
-        if step < least_step:
-            best, least_step = search.bag[: len(bag_of_sequence)].copy(), step
+        step = step_of(search.above)
+        if step < least:
+            best, least = search.bag[: len(bag_of_sequence)].copy(), step
     return best
 
 
 class _Search(NamedTuple):
-    """Where the search stands; `bag` and `shares` are updated in place.
+    """Where the search stands; `bag` and `above`, the bags' shares less the targets, are updated in place.
 
     A weightless sequence a bag follows the true ones: what is exchanged for it just moves.
     """
@@ -128,10 +128,9 @@ class _Search(NamedTuple):
     total: Float[np.ndarray, " n"]
     heaviest_first: Int[np.ndarray, " n"]
     bag: Int[np.ndarray, " n"]
-    shares: Float[np.ndarray, "parts bags"]
+    above: Float[np.ndarray, "parts bags"]
     per_size: Float[np.ndarray, " bags"]
-    targets: Float[np.ndarray, "parts 1"]
-    load_cap: float
+    cap_above: float
 
 
 def _start(work: SequenceWork, bag_of_sequence: Int[np.ndarray, " n"], goal: SearchGoal) -> _Search:
@@ -142,16 +141,15 @@ def _start(work: SequenceWork, bag_of_sequence: Int[np.ndarray, " n"], goal: Sea
         total=padded[-1],
         heaviest_first=np.argsort(-padded[-1], kind="stable"),
         bag=np.concatenate([bag_of_sequence, np.arange(num_bags)]),
-        shares=work.shares(bag_of_sequence),
+        above=work.shares(bag_of_sequence) - np.array(goal.targets)[:, None],
         per_size=1.0 / work.sizes,
-        targets=np.array(goal.targets)[:, None],
-        load_cap=goal.load_cap * (1 - _ROUNDING),
+        cap_above=goal.load_cap * (1 - _ROUNDING) - sum(goal.targets),
     )
 
 
 def _exchange_once(search: _Search, here: int) -> bool:
     """Make the exchange with bag `here` that lowers the excess most, in place; False if none does."""
-    bag, shares, per_size = search.bag, search.shares, search.per_size
+    bag, above, per_size = search.bag, search.above, search.per_size
     mine = np.flatnonzero(bag == here)
     mine = mine[:: -(-len(mine) * _ALIKE // _EXCHANGES)]
     theirs = _candidates(search, here, mine)
@@ -159,27 +157,23 @@ def _exchange_once(search: _Search, here: int) -> bool:
     # `take` rather than indexing: it leaves rows contiguous, which makes all that follows three times as
     # fast.
     moved = search.work.take(mine, axis=1)[:, :, None] - search.work.take(theirs, axis=1)
-    after_here = shares[:, here, None, None] - moved * per_size[here]
-    after_there = shares.take(there, axis=1) + moved * per_size[there]
-    before = _excess(shares, search.targets)
-    targets = search.targets[:, :, None]
-    gain = before[here] + before[there] - _excess(after_here, targets) - _excess(after_there, targets)
-    load = np.maximum(after_here.sum(axis=0), after_there.sum(axis=0))
-    gain[load > search.load_cap] = -np.inf
+    after_here = above[:, here, None, None] - moved * per_size[here]
+    after_there = above.take(there, axis=1) + moved * per_size[there]
+    before = _excess(above)
+    gain = (before[here] + before)[there] - (_excess(after_here) + _excess(after_there))
+    gain[np.maximum(after_here.sum(axis=0), after_there.sum(axis=0)) > search.cap_above] = -np.inf
     own, other = divmod(int(gain.argmax()), gain.shape[1])
     if not gain[own, other] > _RESOLUTION * before[here]:
         return False
     sequence = theirs[min(own, len(theirs) - 1), other]
     partner = bag[sequence]
-    shares[:, here], shares[:, partner] = after_here[:, own, other], after_there[:, own, other]
+    above[:, here], above[:, partner] = after_here[:, own, other], after_there[:, own, other]
     bag[mine[own]], bag[sequence] = partner, here
     return True
 
 
-def _excess(
-    shares: Float[np.ndarray, "parts *of"], targets: Float[np.ndarray, "parts *ones"]
-) -> Float[np.ndarray, "*of"]:
-    return np.square(np.maximum(shares - targets, 0.0)).sum(axis=0)
+def _excess(above: Float[np.ndarray, "parts *of"]) -> Float[np.ndarray, "*of"]:
+    return np.square(np.maximum(above, 0.0)).sum(axis=0)
 
 
 def _candidates(
@@ -190,14 +184,14 @@ def _candidates(
     Under a tight cap on the load only sequences of nearly equal weight can be exchanged.
     """
     bag, heaviest_first = search.bag, search.heaviest_first
-    if len(mine) * len(bag) <= _EXCHANGES:
+    if len(mine) * len(bag) <= _ALL_EXCHANGES:
         return np.flatnonzero(bag != here)[None]
     others = heaviest_first[bag[heaviest_first] != here]
     centre = np.searchsorted(-search.total[others], -search.total[mine])
     span = max(_ALIKE, _EXCHANGES // len(mine))
     around = centre[:, None] + np.arange(-(span // 2), span - span // 2)
     alike = others[np.clip(around, 0, len(others) - 1)]
-    load = search.shares.sum(axis=0)
+    load = search.above.sum(axis=0)
     load[here] = np.inf
     emptiest = np.argsort(load, kind="stable")[: min(_MOVES, len(load) - 1)]
     nothing = len(bag) - len(load) + emptiest

@@ -89,8 +89,6 @@ class BalancePlan:
         """J: what a static-shape step costs, every device padded to the most tokens and the most attention.
 
         Relative to the mean load, so 1 is a step without padding.
-
-        Reference: ALGORITHMS, section 1.
         """
         tokens_s = float(self.cost.linear(int(self.tokens.max())))
         return self._over_mean_load(tokens_s + float(self.attention_work.max()))

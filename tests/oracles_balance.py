@@ -59,13 +59,21 @@ class Shares(NamedTuple):
     step: float
 
 
-def shares_of(lengths: Sequence[int], bag_of: Sequence[int], sizes: Sequence[int], gamma: float) -> Shares:
-    """Bag load over bag size, and most linear work plus most attention, of an assignment (TFLOP)."""
-    linear, attention = [0.0] * len(sizes), [0.0] * len(sizes)
-    for length, bag in zip(lengths, bag_of, strict=True):
-        linear[bag] += 24 * length * WIDTH**2 / sizes[bag] / 1e12
+def shares_of(
+    lengths: Sequence[int],
+    bag_of: Sequence[int],
+    sizes: Sequence[int],
+    gamma: float,
+    text_lengths: Sequence[int] | None = None,
+) -> Shares:
+    """Bag load over bag size, and most text, most image tokens and most attention, of an assignment (TFLOP)."""
+    text, image, attention = ([0.0] * len(sizes) for _ in range(3))
+    for length, bag, text_length in zip(lengths, bag_of, text_lengths or [0] * len(lengths), strict=True):
+        text[bag] += 24 * text_length * WIDTH**2 / sizes[bag] / 1e12
+        image[bag] += 24 * (length - text_length) * WIDTH**2 / sizes[bag] / 1e12
         attention[bag] += gamma * 4 * length**2 * WIDTH / sizes[bag] / 1e12
-    return Shares(max(map(sum, zip(linear, attention, strict=True))), max(linear) + max(attention))
+    loads = map(sum, zip(text, image, attention, strict=True))
+    return Shares(max(loads), max(text) + max(image) + max(attention))
 
 
 def every_assignment(lengths: Sequence[int], sizes: Sequence[int], gamma: float) -> Iterator[Shares]:

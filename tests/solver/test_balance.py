@@ -84,6 +84,28 @@ def test_never_worse_than_the_published_balancer(mix, bags, gamma):
 
 
 @pytest.mark.parametrize(
+    ("mix", "bags", "greedy_excess", "excess"),
+    [("lowres", "g1n32", 0.15, 0.002), ("mixres", "g4n8", 0.03, 0.012), ("joint", "g8n4", 0.01, 0.008)],
+)
+def test_text_and_image_tokens_are_each_spread_evenly(mix, bags, greedy_excess, excess):
+    """Their arrays are padded apart: most text plus most image tokens plus most attention, over the mean load."""
+    layout = parse_bags(bags).layout(32)
+    sizes, rng = layout.size.tolist(), np.random.default_rng(0)
+    ours, published = [], []
+    for ranks in GOLDEN["batches"][mix]["steps"]:
+        lengths, home = flatten(ranks)
+        text = np.minimum(rng.integers(0, 393, len(lengths)), np.array(lengths) - 1).tolist()
+        plan = balance(lengths, home, num_devices=32, bags=bags, text_lengths=text)
+        mean = plan.load.mean() / 1e12
+        bag_of = bags_of(plan, layout).tolist()
+        ours.append(shares_of(lengths, bag_of, sizes, 0.4, text).step / mean)
+        bag_of = published_assignment(lengths, sizes, 0.4)
+        published.append(shares_of(lengths, bag_of, sizes, 0.4, text).step / mean)
+    assert np.mean(published) > 1 + greedy_excess  # which looks at the sum of tokens alone
+    assert np.mean(ours) < 1 + excess
+
+
+@pytest.mark.parametrize(
     ("mix", "before", "step_before"), [("lowres", 1.097, 1.097), ("joint", 2.811, 2.811)]
 )
 def test_without_balancing_every_sequence_stays_whole_at_home(mix, before, step_before):
@@ -285,10 +307,11 @@ def test_any_step_gives_a_valid_plan_no_worse_than_the_greedy(sequences, sizes, 
         bags = np.flatnonzero(layout.replica == replica)
         mine = np.flatnonzero((layout.replica[layout.bag_of_device[home]] == replica) & (lengths > 0))
         kept, bag_sizes = lengths[mine].tolist(), layout.size[bags].tolist()
+        text = text_lengths[mine].tolist()
         if not kept:
             continue
-        greedy = shares_of(kept, published_assignment(kept, bag_sizes, gamma), bag_sizes, gamma)
-        ours = shares_of(kept, (bag_of[mine] - bags[0]).tolist(), bag_sizes, gamma)
+        greedy = shares_of(kept, published_assignment(kept, bag_sizes, gamma), bag_sizes, gamma, text)
+        ours = shares_of(kept, (bag_of[mine] - bags[0]).tolist(), bag_sizes, gamma, text)
         assert ours.load <= greedy.load * (1 + 1e-12)
         assert ours.step <= greedy.step * (1 + 1e-12)
 
