@@ -5,7 +5,7 @@ block by block (`block` rows at a time), and a block that holds parts of several
 all of them. So rows are placed by two rules:
 
 * an item of at least `block` rows starts on a block boundary and takes whole blocks;
-* shorter items are rounded up to a multiple of `_ROUND` rows, and items of the same rounded length share blocks
+* shorter items are rounded up to a multiple of `ROUND` rows, and items of the same rounded length share blocks
   without crossing a boundary, `block // rounded` of them in each.
 
 The position of row j of the k-th head of a class is then an affine formula with one division,
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-_ROUND = 8
+ROUND = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,24 @@ class Placement:
     def fields(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """The five integers (base, first, per_group, group, stride) of the given slices: shape (n, 5)."""
         return np.stack(
-            [self.base[index], self.first[index], self.per_group[index], self.group[index], self.stride[index]], -1
+            [
+                self.base[index],
+                self.first[index],
+                self.per_group[index],
+                self.group[index],
+                self.stride[index],
+            ],
+            -1,
         )
 
 
 def place_rows(
-    device: NDArray[np.int64], heads: NDArray[np.int64], rows: NDArray[np.int64], *, num_devices: int, block: int
+    device: NDArray[np.int64],
+    heads: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    *,
+    num_devices: int,
+    block: int,
 ) -> Placement:
     """Place `heads[i]` items of `rows[i]` rows each on `device[i]`, in the order given within a class.
 
@@ -57,7 +69,7 @@ def place_rows(
     Returns:
         The placement; a device without items has no rows.
     """
-    rounded = np.where(rows >= block, -(-rows // block) * block, -(-rows // _ROUND) * _ROUND)
+    rounded = np.where(rows >= block, -(-rows // block) * block, -(-rows // ROUND) * ROUND)
     per_group = np.maximum(block // rounded, 1)
     group = np.maximum(rounded, block)
     # One class per (device, rounded length); classes of a device follow each other, longest first.
@@ -88,8 +100,50 @@ def place_rows(
     )
 
 
+def copy_numbers(
+    sequence: NDArray[np.int64], head_start: NDArray[np.int64], head_stop: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Number head slices so that those which share a (sequence, head) differ, from 0 and as low as possible.
+
+    Slices share heads where queries of an item are divided. All arrays have shape (n,).
+    """
+    order = np.lexsort((head_stop, head_start, sequence))
+    sequence, head_start, head_stop = sequence[order], head_start[order], head_stop[order]
+    place = np.arange(len(order))
+    is_new = np.ones(len(order), bool)
+    is_new[1:] = (np.diff(sequence) != 0) | (np.diff(head_start) != 0)
+    number = place - np.maximum.accumulate(np.where(is_new, place, 0))
+    # Right where slices share their first head or none. Elsewhere an earlier slice reaches past this one's first head.
+    key = sequence * (int(head_stop.max(initial=0)) + 1)
+    reach = np.maximum.accumulate(key + head_stop)
+    overlaps = np.flatnonzero(is_new[1:] & (reach[:-1] > (key + head_start)[1:]))
+    for wrong in np.unique(sequence[1:][overlaps]).tolist():
+        mine = slice(*np.searchsorted(sequence, [wrong, wrong + 1]))
+        number[mine] = _lowest_free(head_start[mine].tolist(), head_stop[mine].tolist())
+    numbers = np.empty_like(number)
+    numbers[order] = number
+    return numbers
+
+
+def _lowest_free(starts: list[int], stops: list[int]) -> list[int]:
+    """Numbers of intervals sorted by start, such that those that meet differ."""
+    busy_until: list[int] = []
+    numbers = []
+    for start, stop in zip(starts, stops, strict=True):
+        number = next((i for i, end in enumerate(busy_until) if end <= start), len(busy_until))
+        busy_until[number : number + 1] = [stop]
+        numbers.append(number)
+    return numbers
+
+
 def block_ranges(
-    of: Placement, to: Placement, device: NDArray[np.int64], heads: NDArray[np.int64], *, num_devices: int, block: int
+    of: Placement,
+    to: Placement,
+    device: NDArray[np.int64],
+    heads: NDArray[np.int64],
+    *,
+    num_devices: int,
+    block: int,
 ) -> list[NDArray[np.int32]]:
     """For each block of layout `of`, the half-open range of blocks of layout `to` that its items need.
 

@@ -8,11 +8,13 @@ of runs, exchange buffers of rows that are never touched) and sparingly where it
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from solver._layout import StepLayout
-from solver._routes import Route, round_of_pair
+from solver._routes import Intervals, Route, round_of_pair
 
 # Rows of the token layout are padded to a multiple of this, so that matrix products keep full tiles.
 TOKEN_ALIGNMENT = 8
@@ -74,12 +76,12 @@ class StepCapacity:
         return self.grown(needs) == self
 
     def grown(self, needs: "StepCapacity") -> "StepCapacity":
-        """The smallest bucketed capacity that holds both; `self` if the needs fit already."""
-        if needs.block != self.block:
-            raise ValueError(
-                "StepCapacity.grown: capacities of one program have one attention block size;"
-                f" got block={self.block} and block={needs.block}. Make both layouts with the same block."
-            )
+        """The smallest bucketed capacity that holds both; `self` if the needs fit already.
+
+        Raises:
+            ValueError: if no program can hold both: block sizes differ, or only one is padded.
+        """
+        _check_same_program("StepCapacity.grown", self, needs)
         return _merge(self, needs)
 
 
@@ -104,41 +106,62 @@ def bucket(need: int, *, headroom: float = 1.0, alignment: int = 1) -> int:
     return -(-want // step) * step
 
 
-def _merge(current, needs):
-    changes = {}
+_Sizes = TypeVar("_Sizes", RouteCapacity, StepCapacity)
+
+
+def _merge(current: _Sizes, needs: _Sizes) -> _Sizes:
+    changes: dict[str, Any] = {}
     for field in dataclasses.fields(needs):
         name = field.name
         have, want = getattr(current, name), getattr(needs, name)
         if isinstance(want, RouteCapacity):
-            changes[name] = want_route(want) if have is None else _merge(have, want)
+            grown = _with_headroom(want) if have is None else _merge(have, want)
         elif isinstance(want, tuple):
-            merged = _merge_rounds(name, have, want)
-            if merged != have:
-                changes[name] = merged
-        elif want is not None and name != "block" and want > have:
-            changes[name] = _bucketed(name, want, needs)
+            grown = _merge_rounds(have, want)
+        elif want is None or want <= have:
+            continue
+        else:
+            grown = _bucketed(name, want, needs)
+        if grown != have:
+            changes[name] = grown
     return dataclasses.replace(current, **changes) if changes else current
 
 
-def _merge_rounds(name: str, have: tuple[int, ...], want: tuple[int, ...]) -> tuple[int, ...]:
+def _merge_rounds(have: tuple[int, ...], want: tuple[int, ...]) -> tuple[int, ...]:
     """Round by round; a round that stays empty is never sent, so an empty one grows only when it is needed."""
-    have = have or (0,) * len(want)
-    return tuple(h if w <= h else _bucketed(name, w, None) for h, w in zip(have, want, strict=True))
+    return tuple(h if w <= h else _bucketed("rounds", w, None) for h, w in zip(have, want, strict=True))
 
 
-def want_route(needs: RouteCapacity) -> RouteCapacity:
-    """A route capacity bucketed from its needs."""
-    return RouteCapacity(
-        **{
-            f.name: _merge_rounds(f.name, (), value)
-            if isinstance(value := getattr(needs, f.name), tuple)
-            else _bucketed(f.name, value, needs)
-            for f in dataclasses.fields(needs)
-        }
-    )
+def _with_headroom(needs: _Sizes) -> _Sizes:
+    """A capacity bucketed from its needs."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(needs):
+        value = getattr(needs, field.name)
+        if isinstance(value, RouteCapacity):
+            changes[field.name] = _with_headroom(value)
+        elif isinstance(value, tuple):
+            changes[field.name] = _merge_rounds((0,) * len(value), value)
+        elif value is not None and field.name != "block":
+            changes[field.name] = _bucketed(field.name, value, needs)
+    return dataclasses.replace(needs, **changes)
 
 
-def _bucketed(name: str, want: int, owner) -> int:
+def _check_same_program(caller: str, a: StepCapacity, b: StepCapacity) -> None:
+    """Sizes that no program can share however much it grows."""
+    if a.block != b.block:
+        raise ValueError(
+            f"{caller}: capacities of one program have one attention block size;"
+            f" got block={a.block} and block={b.block}. Make both layouts with the same block."
+        )
+    if len(a.key_route.rounds) != len(b.key_route.rounds):
+        raise ValueError(
+            f"{caller}: capacities of one program are for as many devices and all padded or none;"
+            f" got num_rounds={len(a.key_route.rounds)} and num_rounds={len(b.key_route.rounds)}."
+            " Give step_needs the same padded= for every step."
+        )
+
+
+def _bucketed(name: str, want: int, owner: Any) -> int:
     alignment = owner.block if name in ("query_rows", "key_rows") else _ALIGNMENT.get(name, 1)
     return bucket(want, headroom=_HEADROOM.get(name, _DEFAULT_HEADROOM), alignment=alignment)
 
@@ -147,31 +170,25 @@ def capacity_for(needs: Iterable[StepCapacity]) -> StepCapacity:
     """The bucketed capacity that holds all of the given needs, with headroom.
 
     Raises:
-        ValueError: if `needs` is empty.
+        ValueError: if `needs` is empty, or no program can hold them all (block sizes or device counts differ).
     """
     needs = list(needs)
     if not needs:
         raise ValueError("capacity_for: needs at least one step to size a program for; got none.")
     largest = needs[0]
     for other in needs[1:]:
+        _check_same_program("capacity_for", largest, other)
         largest = _largest(largest, other)
-    changes = {}
-    for field in dataclasses.fields(largest):
-        value = getattr(largest, field.name)
-        if isinstance(value, RouteCapacity):
-            changes[field.name] = want_route(value)
-        elif value is not None and field.name != "block":
-            changes[field.name] = _bucketed(field.name, value, largest)
-    return dataclasses.replace(largest, **changes)
+    return _with_headroom(largest)
 
 
-def _largest(a, b):
+def _largest(a: Any, b: Any) -> Any:
     if a is None or b is None:
         return a if b is None else b
     if isinstance(a, int):
         return max(a, b)
     if isinstance(a, tuple):
-        return tuple(map(max, a, b)) if a and b else a or b
+        return tuple(map(max, a, b))
     return type(a)(
         **{f.name: _largest(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a)}
     )
@@ -186,7 +203,10 @@ def route_needs(route: Route, *, padded: bool) -> RouteCapacity:
         np.maximum.at(largest, round_of_pair(route.num_devices), sent)
         rounds = tuple(int(rows) for rows in largest[1:])
     leaves = route.source != route.target
-    count = lambda device, mask: int(np.bincount(device[mask], minlength=1).max(initial=0))  # noqa: E731
+
+    def count(device: NDArray[np.int64], mask: NDArray[np.bool_]) -> int:
+        return int(np.bincount(device[mask], minlength=1).max(initial=0))
+
     return RouteCapacity(
         send=int(sent.sum(1).max(initial=0)),
         recv=int(sent.sum(0).max(initial=0)),
@@ -207,7 +227,7 @@ def step_needs(layout: StepLayout, *, padded: bool = True) -> StepCapacity:
             rounds of static size. Without it, plans that differ only in who talks to whom share a program.
     """
 
-    def tokens(intervals) -> int:
+    def tokens(intervals: Intervals) -> int:
         per_device = np.bincount(intervals.device, weights=intervals.length, minlength=1)
         return int(per_device.max(initial=0))
 

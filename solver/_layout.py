@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from solver._attention_layout import Placement, block_ranges, place_rows
+from solver._attention_layout import ROUND, Placement, block_ranges, copy_numbers, place_rows
 from solver._plan import BalancePlan
 from solver._routes import HeadItems, Intervals, Route, head_route, pack_intervals, token_route
 
@@ -28,6 +28,13 @@ class StepLayout:
 
     plan: BalancePlan
     block: int
+
+    def __post_init__(self) -> None:
+        if self.block < ROUND or self.block % ROUND:
+            raise ValueError(
+                f"StepLayout: block is a positive multiple of {ROUND}; got block={self.block}."
+                f" Use {-(-max(self.block, 1) // ROUND) * ROUND}."
+            )
 
     @cached_property
     def text_lengths(self) -> Int:
@@ -101,12 +108,7 @@ class StepLayout:
                 sequence, head_start, head_stop, start, stop, device, 0 * start, self.query_placement
             )
         # The parts of a divided item each hold all its keys: number them, so that gradients can be added up.
-        order = np.lexsort((start, head_start, sequence))
-        same = np.zeros(len(order), np.int64)
-        same[1:] = (np.diff(sequence[order]) == 0) & (np.diff(head_start[order]) == 0)
-        run_start = np.maximum.accumulate(np.where(same == 0, np.arange(len(order)), 0))
-        copy = np.empty(len(order), np.int64)
-        copy[order] = np.arange(len(order)) - run_start
+        copy = copy_numbers(sequence, head_start, head_stop)
         lengths = np.asarray(self.plan.lengths, np.int64)[sequence]
         return HeadItems(
             sequence, head_start, head_stop, 0 * start, lengths, device, copy, self.key_placement
@@ -121,9 +123,7 @@ class StepLayout:
         return self._token_route(self.home_image, self.image)
 
     def _token_route(self, home: Intervals, token: Intervals) -> Route:
-        return token_route(
-            home, token, num_sequences=len(self.plan.lengths), num_devices=self.plan.num_devices
-        )
+        return token_route(home, token, num_devices=self.plan.num_devices)
 
     def _head_route(self, *, keys: bool) -> Route:
         return head_route(

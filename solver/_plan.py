@@ -94,6 +94,13 @@ class BalancePlan:
         return self._over_mean_load(tokens_s + float(self.attention_work.max()))
 
     @property
+    def padded_step_cost(self) -> float:
+        """Like `static_step_cost`, where text and image tokens are separate arrays, each padded to its most."""
+        image_tokens = self.tokens - self.text_tokens
+        tokens_s = float(self.cost.linear(int(self.text_tokens.max()) + int(image_tokens.max())))
+        return self._over_mean_load(tokens_s + float(self.attention_work.max()))
+
+    @property
     def load_lower_bound_over_mean(self) -> float:
         """The least `load_max_over_mean` any plan under the same rules could have."""
         return self._over_mean_load(self.load_lower_bound)

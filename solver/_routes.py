@@ -89,7 +89,7 @@ class Route:
         return matrix
 
 
-def _overlaps(a: Intervals, b: Intervals, num_sequences: int) -> tuple[Int, Int]:
+def _overlaps(a: Intervals, b: Intervals) -> tuple[Int, Int]:
     """Index pairs (i, j) of intervals of `a` and `b` that overlap; `a` covers every token exactly once."""
     size = int(max(a.stop.max(initial=0), b.stop.max(initial=0))) + 1
     order = np.lexsort((a.start, a.sequence))
@@ -103,9 +103,9 @@ def _overlaps(a: Intervals, b: Intervals, num_sequences: int) -> tuple[Int, Int]
     return i, j
 
 
-def token_route(a: Intervals, b: Intervals, *, num_sequences: int, num_devices: int) -> Route:
+def token_route(a: Intervals, b: Intervals, *, num_devices: int) -> Route:
     """The route that moves one stream's tokens from layout `a` to layout `b`, both covering every token once."""
-    i, j = _overlaps(a, b, num_sequences)
+    i, j = _overlaps(a, b)
     low = np.maximum(a.start[i], b.start[j])
     length = np.minimum(a.stop[i], b.stop[j]) - low
     one = np.ones_like(low)
@@ -151,7 +151,6 @@ def head_route(
     num_devices: int,
 ) -> Route:
     """The route from token layout ([text rows; image rows], each times heads) to the rows of attention items."""
-    num_sequences = len(text_lengths)
     joint = Intervals(
         sequence=np.concatenate([text.sequence, image.sequence]),
         start=np.concatenate([text.start, image.start + text_lengths[image.sequence]]),
@@ -160,7 +159,7 @@ def head_route(
         row=np.concatenate([text.row, image.row]),
     )
     wanted = Intervals(items.sequence, items.start, items.stop, items.device, np.zeros_like(items.start))
-    i, j = _overlaps(joint, wanted, num_sequences)
+    i, j = _overlaps(joint, wanted)
     low = np.maximum(joint.start[i], wanted.start[j])
     length = np.minimum(joint.stop[i], wanted.stop[j]) - low
     fields = items.placement.fields(j)

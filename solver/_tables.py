@@ -4,7 +4,7 @@ Both are named tuples, so that JAX sees pytrees of arrays without this package k
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,7 +70,7 @@ def _grouped(group: NDArray, values: NDArray, wanted: NDArray, capacity: int) ->
 
 
 def exchange_tables(
-    route: Route, capacity: RouteCapacity, devices: Sequence[int], *, text_capacity: int = 0
+    route: Route, capacity: RouteCapacity, devices: NDArray[np.int64], *, text_capacity: int = 0
 ) -> ExchangeTables:
     """The tables of one route for `devices`.
 
@@ -80,7 +80,6 @@ def exchange_tables(
         devices: devices to make tables for (those of this process).
         text_capacity: rows of text before the image rows in layout A, when the route moves both streams.
     """
-    wanted = np.asarray(devices, np.int64)
     a_start = route.a_start + route.in_image * (text_capacity * route.num_heads)
     leaves = route.source != route.target
     near = np.stack([a_start, route.heads, route.length, route.copy], -1)
@@ -88,7 +87,7 @@ def exchange_tables(
     far = np.concatenate([route.b_fields, shape], -1)
 
     def of(group, values, mask, size):
-        return _grouped(group[mask], values[mask], wanted, size)
+        return _grouped(group[mask], values[mask], devices, size)
 
     # Sorted by (source, target) already; a stable sort by target gives (target, source) in the same inner order.
     by_target = np.argsort(route.target, kind="stable")
@@ -100,7 +99,7 @@ def exchange_tables(
         send_runs=of(route.source, near, leaves, capacity.send_runs),
         recv_runs=of(route.target[by_target], far[by_target], leaves[by_target], capacity.recv_runs),
         stay_runs=of(route.source, np.concatenate([near, route.b_fields], -1), ~leaves, capacity.stay_runs),
-        peers=np.stack([sent, sent.T, there, back.T, rounds, rounds.T], 1)[wanted].astype(np.int32),
+        peers=np.stack([sent, sent.T, there, back.T, rounds, rounds.T], 1)[devices].astype(np.int32),
     )
 
 
@@ -152,7 +151,7 @@ def _check_fits(layout: StepLayout, capacity: StepCapacity) -> None:
         )
 
 
-def _first_too_small(capacity, needs, prefix: str = "") -> tuple[str, int, int] | None:
+def _first_too_small(capacity: Any, needs: Any, prefix: str = "") -> tuple[str, int, int] | None:
     for name in type(needs).__slots__:
         have, want = getattr(capacity, name), getattr(needs, name)
         if isinstance(want, RouteCapacity):
@@ -160,7 +159,9 @@ def _first_too_small(capacity, needs, prefix: str = "") -> tuple[str, int, int] 
             if found:
                 return found
         elif isinstance(want, tuple):
-            short = [(h, w) for h, w in zip(have or (0,) * len(want), want, strict=True) if h < w]
+            if len(have) != len(want):
+                return f"len({prefix}{name})", len(have), len(want)
+            short = [(h, w) for h, w in zip(have, want, strict=True) if h < w]
             if short:
                 return prefix + name, *short[0]
         elif want is not None and (have < want or (name == "block" and have != want)):
