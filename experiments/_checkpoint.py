@@ -35,6 +35,7 @@ from experiments._manifest import (
     named_arrays,
     state_bytes,
 )
+from experiments._rendezvous import PeerFailedError, Rendezvous
 
 FOLDER = "checkpoints"
 _TEMPORARY = "*.orbax-checkpoint-tmp*"
@@ -80,8 +81,10 @@ class Checkpoints:
         self.directory = Path(workdir).absolute() / FOLDER
         if not read_only:
             check_writable(self.directory)
-        self._noise = _Noise()
+        self._abandoned = _AbandonedTransfers()
+        self._rendezvous = Rendezvous() if jax.process_count() > 1 and not read_only else None
         options = ocp.CheckpointManagerOptions(
+            async_options=ocp.AsyncOptions(barrier_sync_fn=self._rendezvous),
             max_to_keep=None if read_only else keep,
             create=not read_only,
             read_only=read_only,
@@ -149,6 +152,8 @@ class Checkpoints:
                 f"{', '.join(map(str, others))}. Delete them, or choose another --workdir."
             )
         self._pending = (step, state_bytes(state))
+        if self._rendezvous is not None:
+            self._rendezvous.reset()
         args = ocp.args.Composite(
             state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(make_manifest(arrays, meta))
         )
@@ -173,7 +178,7 @@ class Checkpoints:
             self.wait()
         finally:
             self._manager.close()
-            self._noise.close()
+            self._abandoned.close()
 
     def meta(self, step: int | None = None) -> dict[str, Any]:
         """The dict saved with a checkpoint (the newest one by default), without reading the state.
@@ -283,21 +288,21 @@ class Checkpoints:
             raise
         except Exception as error:  # a broken file surfaces as anything from KeyError to bare Exception
             reason = one_line(str(error))[:_REASON_LENGTH] or type(error).__name__
-        self._noise.collect()
+        self._abandoned.collect()
         raise DamagedCheckpointError(f"checkpoint {self._path(step)} is damaged: {reason}.")
 
     @contextlib.contextmanager
     def _explaining_refusals(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as error:
-            if not isinstance(error, OSError) and not any(word in str(error) for word in _REFUSALS):
+        except (OSError, ValueError, PeerFailedError) as error:
+            if isinstance(error, ValueError) and not any(word in str(error) for word in _REFUSALS):
                 raise
             step, num_bytes = self._pending or (-1, 0)
             reason = _system_reason(error)
         else:
             return
-        self._noise.collect()
+        self._abandoned.collect()
         self._pending = None
         self._saved.discard(step)
         # Orbax counts a save in before it is complete, and what it would have replaced out.
@@ -317,40 +322,48 @@ class Checkpoints:
 
 def _system_reason(error: Exception) -> str:
     """The operating system's reason, which TensorStore puts last, after several paths."""
+    if isinstance(error, PeerFailedError):
+        return "another process could not write its part"
     number = re.search(r"os_error_code='(\d+)'|\[Errno (\d+)\]", str(error))
     return os.strerror(int(number[1] or number[2])) if number else one_line(str(error))[:_REASON_LENGTH]
 
 
-class _Noise(logging.Filter):
-    """Keeps off stderr what Orbax leaves there about a failure that it also raises.
+class _OrbaxErrors(logging.Filter):
+    """Drops the tracebacks that Orbax's threads log for errors which it raises as well."""
 
-    Its threads log a traceback each. It abandons the other transfers, and these report themselves when they
-    end ("Event loop is closed", from TensorStore's threads) or are freed.
+    def filter(self, record: logging.LogRecord) -> bool:
+        from_orbax = "orbax" in (record.getMessage() if record.name == "asyncio" else record.pathname)
+        return record.levelno < logging.ERROR or not from_orbax
+
+
+_ORBAX_ERRORS = _OrbaxErrors()
+
+
+class _AbandonedTransfers:
+    """Keeps off stderr what a failed Orbax operation leaves there.
+
+    It abandons its other transfers, and these report themselves when they end ("Event loop is closed", from
+    TensorStore's threads) or are freed.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._logger = logging.getLogger("absl")
-        self._logger.addFilter(self)
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(_ORBAX_ERRORS)  # adding it again changes nothing
         self._next_hook = sys.unraisablehook
         self._collecting = False
         sys.unraisablehook = self._hook
 
     def close(self) -> None:
-        self._logger.removeFilter(self)
         if sys.unraisablehook == self._hook:
             sys.unraisablehook = self._next_hook
 
     def collect(self) -> None:
-        """Frees abandoned transfers now."""
+        """Frees them now."""
         self._collecting = True
         try:
             gc.collect()
         finally:
             self._collecting = False
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno < logging.ERROR or "orbax" not in record.pathname
 
     def _hook(self, unraisable: Any) -> None:
         if not self._collecting and str(unraisable.exc_value) != "Event loop is closed":

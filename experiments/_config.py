@@ -21,7 +21,7 @@ import sys
 import tokenize
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -304,7 +304,7 @@ def _literal_text(value: str, place: str) -> str:
 def _parameters_called(name: str) -> set[str]:
     keys = set()
     for selector, configurable in gin_config._REGISTRY.items():
-        if name in inspect.signature(configurable.wrapped).parameters:
+        if name in (_parameters(configurable.wrapped) or {}):
             keys.add(f"{gin_config._REGISTRY.minimal_selector(selector)}.{name}")
     return keys
 
@@ -326,8 +326,10 @@ def _configurable(selector: str, place: str) -> Callable[..., Any]:
 
 
 def _check_parameter(wrapped: Callable[..., Any], statement: Any, place: str) -> None:
-    parameters = inspect.signature(wrapped).parameters
+    parameters = _parameters(wrapped)
     name, key = statement.arg_name, f"{statement.selector}.{statement.arg_name}"
+    if parameters is None:
+        return
     if name not in parameters:
         if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
             return
@@ -341,6 +343,14 @@ def _check_parameter(wrapped: Callable[..., Any], statement: Any, place: str) ->
     if not fits:
         wanted = " or ".join("None" if t is type(None) else t.__name__ for t in allowed)
         raise UserError(f"{place}: {key} must be {wanted}; got {value!r}.")
+
+
+def _parameters(wrapped: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """None for what is written in C and does not tell."""
+    try:
+        return inspect.signature(wrapped).parameters
+    except ValueError:
+        return None
 
 
 def _scalar_types(wrapped: Callable[..., Any], name: str) -> tuple[type, ...]:

@@ -1,85 +1,18 @@
-"""Checkpoints: what comes back, onto which devices, and after kills, full disks and flipped bytes."""
+"""Checkpoints: what comes back, onto which devices, and how damage is noticed."""
 
-import contextlib
 import json
-import os
 import random
-import resource
 import shutil
-import subprocess
-import sys
-import textwrap
-import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from _checkpoint_cases import META, abstract, assert_same, big, host_state, place, saved, shardings
 
-from experiments import _disk, _fingerprint
+from experiments import _fingerprint
 from experiments._checkpoint import Checkpoints, DamagedCheckpointError
 from experiments._config import UserError
-from experiments._disk import check_disk_space, check_writable, size_text
 from experiments._fingerprint import fingerprints
-from experiments._manifest import state_bytes
-
-META = {
-    "data": {"position": 12, "seed": 0},
-    "capacities": [128, 256],
-    "model": "abc",
-    "none": None,
-    "rate": 0.1,
-}
-
-
-def mesh_of(num_devices):
-    devices = jax.devices()[:num_devices]
-    return jax.make_mesh((num_devices,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-
-
-def host_state(seed=0, rows=16):
-    rng = np.random.default_rng(seed)
-    weights = rng.normal(size=(rows, 6)).astype(np.float32)
-    return {
-        "params": {"blocks": [weights, rng.normal(size=(8, 3)).astype(jnp.bfloat16)]},
-        "opt": (np.int32(seed), {"mask": rng.integers(0, 2, size=8).astype(bool)}),
-        "ids": rng.integers(0, 99, size=(8,), dtype=np.int8),
-    }
-
-
-def shardings(tree, num_devices):
-    mesh = mesh_of(num_devices)
-
-    def one(leaf):
-        return NamedSharding(mesh, PartitionSpec("data") if np.ndim(leaf) else PartitionSpec())
-
-    return jax.tree.map(one, tree)
-
-
-def place(tree, num_devices=8):
-    return jax.tree.map(jax.device_put, tree, shardings(tree, num_devices))
-
-
-def abstract(tree, num_devices=8):
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding),
-        tree,
-        shardings(tree, num_devices),
-    )
-
-
-def assert_same(got, expected):
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(np.asarray(ours), theirs)
-
-
-def saved(workdir, *steps, keep=3):
-    with Checkpoints(workdir, keep=keep) as checkpoints:
-        for step in steps:
-            checkpoints.save(step, place(host_state(step)), {**META, "step": step})
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
@@ -207,9 +140,6 @@ def test_what_cannot_be_saved(tmp_path):
         Checkpoints(tmp_path, keep=0)
 
 
-# Damage
-
-
 def flip_a_byte(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0x10
@@ -262,151 +192,6 @@ def test_no_good_one_left(tmp_path):
         checkpoints.restore(abstract(host_state()))
 
 
-def big(seed):
-    return {"w": np.random.default_rng(seed).normal(size=(64, 512)).astype(np.float32), "n": np.int32(seed)}
-
-
-# No space, no permission
-
-
-@contextlib.contextmanager
-def file_size_limit(num_bytes):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.parametrize("keep", [1, 2])
-def test_failed_write_leaves_the_last_good_one(tmp_path, keep, capfd):
-    with Checkpoints(tmp_path, keep=keep) as checkpoints:
-        checkpoints.save(1, place(big(1)), META)
-        checkpoints.wait()
-        with file_size_limit(20_000):
-            checkpoints.save(2, place(big(2)), META)
-            with pytest.raises(UserError) as caught:
-                checkpoints.wait()
-        text = str(caught.value)
-        assert "checkpoint of step 2 could not be written to" in text
-        assert "it needs up to 131 kB" in text
-        assert "(File too large)" in text
-        assert "last good checkpoint is step 1" in text
-        assert checkpoints.steps() == [1]
-        assert not list(checkpoints.directory.glob("*tmp*"))
-        assert_same(checkpoints.restore(abstract(big(1))).state, big(1))
-        checkpoints.save(2, place(big(2)), META)
-        checkpoints.wait()
-        assert_same(checkpoints.restore(abstract(big(2))).state, big(2))
-    assert "Traceback" not in capfd.readouterr().err
-
-
-def test_failed_write_is_raised_by_the_next_save_and_by_close(tmp_path):
-    with Checkpoints(tmp_path) as checkpoints:
-        with file_size_limit(20_000):
-            checkpoints.save(1, place(big(1)), META)
-            with pytest.raises(UserError, match=r"step 1 could not be written .* No earlier checkpoint"):
-                checkpoints.save(2, place(big(2)), META)
-        assert checkpoints.save(2, place(big(2)), META)
-    limited = Checkpoints(tmp_path)
-    with file_size_limit(20_000):
-        limited.restore(abstract(big(2)))
-        limited.save(3, place(big(3)), META)
-        with pytest.raises(UserError, match="step 3 could not be written"):
-            limited.close()
-
-
-def test_another_exception_is_not_hidden_by_a_failed_save(tmp_path):
-    def training():
-        with Checkpoints(tmp_path) as checkpoints, file_size_limit(20_000):
-            checkpoints.save(1, place(big(1)), META)
-            with contextlib.suppress(UserError):
-                checkpoints.wait()
-            raise KeyError("the model")
-
-    with pytest.raises(KeyError, match="the model"):
-        training()
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("mounting a small file system needs root; the file size limit covers the same path")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def save_and_wait(checkpoints, step, state):
-    checkpoints.save(step, state, META)
-    checkpoints.wait()
-
-
-def test_full_disk(small_disk):
-    # The second of 0.5 MB does not fit into 1 MiB beside the first.
-    state = {"w": np.random.default_rng(0).normal(size=(256, 512)).astype(np.float32)}
-    with Checkpoints(small_disk, keep=1) as checkpoints:
-        checkpoints.save(1, place(state), META)
-        checkpoints.wait()
-        with pytest.raises(UserError, match=r"needs up to 524 kB, .* free \(No space left on device\)"):
-            save_and_wait(checkpoints, 2, place(state))
-        assert checkpoints.steps() == [1]
-        assert_same(checkpoints.restore(abstract(state)).state, state)
-
-
-def test_read_only_workdir(small_disk):
-    saved(small_disk, 1)
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(UserError, match=r"cannot write to .*checkpoints: Read-only file system\."):
-        Checkpoints(small_disk)
-    with Checkpoints(small_disk, read_only=True) as checkpoints:
-        assert_same(checkpoints.restore(abstract(host_state())).state, host_state(1))
-
-
-def test_workdir_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match=r"cannot write to .*: Not a directory"):
-        Checkpoints(tmp_path / "file")
-    check_writable(tmp_path / "new" / "folder")
-    assert not list((tmp_path / "new" / "folder").iterdir())
-
-
-def test_disk_space(tmp_path, monkeypatch, caplog):
-    free = shutil._ntuple_diskusage(total=100_000_000, used=60_000_000, free=40_000_000)
-    monkeypatch.setattr(_disk.shutil, "disk_usage", lambda path: free)
-    check_disk_space(tmp_path / "not" / "yet", 10_000_000, keep=3)
-    assert not caplog.records
-    check_disk_space(tmp_path, 10_000_001, keep=3)
-    assert "10 MB, 3 are kept while one is written, 40 MB are free" in caplog.text
-    with pytest.raises(UserError, match="not enough space for checkpoints: a checkpoint takes up to 41 MB"):
-        check_disk_space(tmp_path, 41_000_000, keep=3)
-    caplog.clear()
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "old").write_bytes(bytes(1000))
-    check_disk_space(tmp_path, 10_000_001, keep=3)
-    assert not caplog.records
-
-
-def test_sizes():
-    assert [size_text(n) for n in (0, 999, 1000, 123_456_789, 2e9, 3.5e15)] == [
-        "0 B",
-        "999 B",
-        "1 kB",
-        "123 MB",
-        "2 GB",
-        "3500 TB",
-    ]
-    assert state_bytes(abstract(host_state())) == 16 * 6 * 4 + 8 * 3 * 2 + 4 + 8 + 8
-
-
-# Fingerprints
-
-
 def test_fingerprint_is_independent_of_placement_and_of_the_method():
     host = host_state(3)
     host["long"] = np.random.default_rng(0).integers(0, 2**31, size=(8, 5), dtype=np.int32)
@@ -431,64 +216,3 @@ def test_fingerprint_notices_single_changes_and_swaps():
     swapped = data.copy()
     swapped[[0, 1]] = swapped[[1, 0]]
     assert _fingerprint._of_block(swapped, data.shape, [0, 0]) != original
-
-
-# Kills
-
-
-TRAINING = """
-import sys
-import jax
-import numpy as np
-jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_platforms", "cpu")
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from experiments._checkpoint import Checkpoints
-mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-sharding = NamedSharding(mesh, PartitionSpec("data"))
-with Checkpoints(sys.argv[1], keep=2) as checkpoints:
-    start = checkpoints.latest() or 0
-    if start:
-        abstract = {"w": jax.ShapeDtypeStruct((64, 512), np.float32, sharding=sharding)}
-        restored = checkpoints.restore(abstract)
-        assert restored.meta == {"step": start}
-        np.testing.assert_array_equal(np.asarray(restored.state["w"]), np.float32(start))
-    print("ready", start, flush=True)
-    for step in range(start + 1, start + 10_000):
-        state = {"w": jax.device_put(np.full((64, 512), step, np.float32), sharding)}
-        checkpoints.save(step, state, {"step": step})
-"""
-
-
-def killed_rounds(workdir, num_rounds):
-    """Starts the program above again and again, each time killed at a random moment while it saves."""
-    rng = random.Random(0)
-    reached = []
-    for _ in range(num_rounds):
-        with subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(TRAINING), str(workdir)], stdout=subprocess.PIPE, text=True
-        ) as process:
-            assert process.stdout is not None
-            line = process.stdout.readline().split()
-            assert line[:1] == ["ready"], "the program did not come up from what the kill left"
-            reached.append(int(line[1]))
-            time.sleep(0.1 + 0.2 * rng.random())
-            process.kill()
-    return reached
-
-
-def test_killed_at_any_moment(tmp_path):
-    reached = killed_rounds(tmp_path, 4)
-    assert reached == sorted(set(reached)), "every round must get further than the one before"
-    with Checkpoints(tmp_path) as checkpoints:
-        step = checkpoints.latest()
-        state = {"w": np.full((64, 512), step, np.float32)}
-        assert_same(checkpoints.restore(abstract(state, 4)).state, state)
-        assert not list(checkpoints.directory.glob("*tmp*"))
-
-
-@pytest.mark.full
-def test_killed_very_often(tmp_path):
-    reached = killed_rounds(tmp_path, 25)
-    assert reached == sorted(set(reached))
-    assert os.listdir(tmp_path) == ["checkpoints"]

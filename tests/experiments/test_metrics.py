@@ -1,14 +1,13 @@
 """What a run reports: rows that read back as written, each step once, and the progress line."""
 
-import contextlib
 import io
 import json
 import logging
-import resource
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _checkpoint_cases import file_size_limit
 
 from experiments import _metrics
 from experiments._config import UserError
@@ -110,16 +109,6 @@ def test_workdir_that_cannot_be_written(tmp_path):
         UserError, match=r"cannot write .*file/metrics\.jsonl .*: (Not a directory|File exists)"
     ):
         MetricsWriter(tmp_path / "file")
-
-
-@contextlib.contextmanager
-def file_size_limit(num_bytes):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_full_disk_is_an_error_and_no_hang(tmp_path):
