@@ -60,19 +60,13 @@ def balance(
     """
     topology = _check_topology(num_devices, topology)
     length_array = _integers("lengths", lengths, _INT32_MAX)
-    problem = BalanceProblem(
-        lengths=length_array,
-        text_lengths=(
-            np.zeros_like(length_array)
-            if text_lengths is None
-            else _integers("text_lengths", text_lengths, _INT32_MAX)
-        ),
-        home=_integers("home", home, num_devices - 1),
-        num_heads=_at_least_one("num_heads", num_heads),
-        topology=topology,
-        cost=cost,
-    )
-    _check_sequences(problem)
+    home_array = _integers("home", home, num_devices - 1)
+    text_array = np.zeros_like(length_array)
+    if text_lengths is not None:
+        text_array = _integers("text_lengths", text_lengths, _INT32_MAX)
+    _check_sequences(length_array, text_array, home_array)
+    num_heads = _at_least_one("num_heads", num_heads)
+    problem = BalanceProblem(length_array, text_array, home_array, num_heads, topology, cost)
     spec = BagSpec(((1, num_devices),)) if bags is None else _check_bags(bags)
     layout = spec.layout(num_devices)
     work = work_of(problem)
@@ -127,8 +121,9 @@ def _at_least_one(name: str, value: int) -> int:
     return int(value)
 
 
-def _check_sequences(problem: BalanceProblem) -> None:
-    lengths, text_lengths, home = problem.lengths, problem.text_lengths, problem.home
+def _check_sequences(
+    lengths: Int[np.ndarray, " n"], text_lengths: Int[np.ndarray, " m"], home: Int[np.ndarray, " k"]
+) -> None:
     if not len(lengths) == len(home) == len(text_lengths):
         raise ValueError(
             "balance: one home and one text length for every length; got shapes "

@@ -13,7 +13,7 @@ from solver._plan import BalanceProblem, total_of
 
 # Exchanges to try: in proportion to the sequences, as the rest of a plan's time is; more if text is a part of
 # its own, which the greedy does not look at.
-_TRIES, _SEQUENCES_PER_TRY, _MOST_TRIES = 4, 30, 256
+_TRIES, _SEQUENCES_PER_TRY, _MOST_TRIES = 4, 30, 128
 _TEXT_FACTOR = 4
 
 
@@ -66,7 +66,8 @@ def _assign(
         if load_of(other_shares) <= load_cap and step_of(other_shares) < step_of(shares):
             bag, shares = other, other_shares
     num_tries = min(_TRIES + len(lengths) // _SEQUENCES_PER_TRY, _MOST_TRIES)
-    num_tries *= _TEXT_FACTOR if len(targets) > 2 else 1
+    if len(targets) > 2:
+        num_tries *= _TEXT_FACTOR
     bag = reduce_step(work, bag, SearchGoal(load_cap, targets, num_tries))
     return rename_bags(keep_at_home(work, bag, home, heaviest_first), home, lengths, work.sizes)
 

@@ -71,8 +71,7 @@ def lower_bounds(
 def _least_shares(
     work: Float[np.ndarray, "work n"], sizes: Int[np.ndarray, " bags"]
 ) -> Float[np.ndarray, " work"]:
-    """Least possible largest share (sum over size) of a bag: the mean, or what must come together in some
-    bag.
+    """Least possible largest share (work over size) of a bag: the mean, or what must meet in some bag.
 
     Of the k B + 1 largest among B bags, some k + 1 share a bag, and weigh at least as much as the k + 1
     smallest of these.

@@ -19,8 +19,8 @@ _RESOLUTION = 1e-9
 _ROUNDING = 1e-12
 # Exchanges looked at in one try: all if there are no more than these; more find little and cost time.
 _ALL_EXCHANGES = 3072
-# Otherwise about as many as these; for a sequence, at least so many with nearly its weight, and moves to so
-# many bags.
+# Otherwise about as many as these: for each sequence those with nearly its weight, at least so many, and moves
+# to so many bags.
 _EXCHANGES, _ALIKE, _MOVES = 1024, 8, 2
 
 
@@ -98,8 +98,7 @@ def reduce_step(
         goal: what to reach and how long to try.
 
     Returns:
-        An assignment whose step costs no more than the start's, and whose load is at most the cap or the
-        start's.
+        An assignment whose step costs no more than the start's, with a load of at most the cap or the start's.
     """
     search = _start(work, bag_of_sequence, goal)
     best, failed = bag_of_sequence, 0
@@ -154,8 +153,7 @@ def _exchange_once(search: _Search, here: int) -> bool:
     mine = mine[:: -(-len(mine) * _ALIKE // _EXCHANGES)]
     theirs = _candidates(search, here, mine)
     there = bag[theirs]
-    # `take` rather than indexing: it leaves rows contiguous, which makes all that follows three times as
-    # fast.
+    # `take` rather than indexing: it leaves rows contiguous, and all that follows is three times as fast.
     moved = search.work.take(mine, axis=1)[:, :, None] - search.work.take(theirs, axis=1)
     after_here = above[:, here, None, None] - moved * per_size[here]
     after_there = above.take(there, axis=1) + moved * per_size[there]

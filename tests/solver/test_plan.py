@@ -57,6 +57,11 @@ def test_step_cost_and_load_are_relative_to_the_mean():
     step = COST.linear(6) + plan.attention_work.max()
     assert plan.static_step_cost == pytest.approx(step / mean, rel=1e-14)
     assert plan.static_step_cost >= plan.load_max_over_mean >= 1
+    # At most 4 text tokens and 2 image tokens on a device (each on device 1 here), so as many as tokens.
+    assert plan.padded_step_cost == plan.static_step_cost
+    apart = make_plan(np.array([[0, 0, 5, 0], [1, 0, 3, 1]], np.int32))
+    step = COST.linear(3 + 3) + apart.attention_work.max()
+    assert apart.padded_step_cost == pytest.approx(step / apart.load.mean(), rel=1e-14)
 
 
 def test_slices_of_one_head_on_one_device_hold_its_keys_once():
