@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 from parallel import DATA_AXES
 from solver import (
@@ -81,7 +82,7 @@ class StepStats:
     """Figures of a step's plans, from the cost model; loads in its unit, per device, summed over micro-batches.
 
     Attributes:
-        load_before, load_after: without balancing, and of the plan.
+        loads: seconds of (linear layers, attention) without balancing, and of the plan.
         static_cost_before, static_cost: J, the step's cost on a static-shape machine over the mean load.
         tokens, padded_tokens: tokens of the step, and rows of the token layout that hold none.
         sequences: sequences of the step.
@@ -89,8 +90,7 @@ class StepStats:
         bad: samples that could not be read by this process.
     """
 
-    load_before: Float[np.ndarray, " d"]
-    load_after: Float[np.ndarray, " d"]
+    loads: tuple[Float[np.ndarray, "2 d"], Float[np.ndarray, "2 d"]]
     static_cost_before: float
     static_cost: float
     tokens: int
@@ -102,17 +102,26 @@ class StepStats:
     @property
     def max_over_mean_before(self) -> float:
         """Load of the fullest device over the mean, without balancing."""
-        return float(self.load_before.max() / self.load_before.mean())
+        return _max_over_mean(self.loads[0])
 
     @property
     def max_over_mean(self) -> float:
         """Load of the fullest device over the mean."""
-        return float(self.load_after.max() / self.load_after.mean())
+        return _max_over_mean(self.loads[1])
 
     @property
     def padded_fraction(self) -> float:
         """Rows of the token layout that hold no token, over all its rows."""
         return self.padded_tokens / (self.padded_tokens + self.tokens)
+
+
+def _max_over_mean(loads: Float[np.ndarray, "2 d"]) -> float:
+    total = loads.sum(0)
+    return float(total.max() / total.mean()) if total.any() else 1.0
+
+
+def _loads(plans: list[BalancePlan]) -> Float[np.ndarray, "2 d"]:
+    return np.sum([[plan.load - plan.attention_work, plan.attention_work] for plan in plans], axis=0)
 
 
 @dataclass(frozen=True)
@@ -147,11 +156,7 @@ class StepAssembler:
 
     def __init__(self, planner: Planner, mesh: Mesh, capacity: StepCapacity) -> None:
         self.planner, self.mesh, self.capacity = planner, mesh, capacity
-        self.local_devices = local_positions(mesh)
-        self._shardings = (
-            jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(DATA_AXES)),
-            jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()),
-        )
+        self.local_devices, self._place, self._replicate = by_device_placer(mesh)
 
     def assemble(self, step: int, micro_batches: list[StepData]) -> PreparedStep:
         """Plan, lay out and place one step."""
@@ -159,25 +164,20 @@ class StepAssembler:
         for layout in layouts:
             self.capacity = self.capacity.grown(self.planner.needs(layout))
         capacity = self.capacity
-        rows = [_home_rows(data, capacity) for data in micro_batches]
+        rows = [home_rows(data, capacity) for data in micro_batches]
         tables = [step_tables(layout, capacity, self.local_devices) for layout in layouts]
         counts = np.zeros((len(layouts), capacity.sequences), np.int32)
         for i, data in enumerate(micro_batches):
             counts[i, : data.index.num_sequences] = data.index.image_lengths
         digest = np.tile([plan_digest(layout.plan) for layout in layouts], (len(self.local_devices), 1))
-        by_device, replicated = self._shardings
-        def place(x: np.ndarray) -> jax.Array:
-            shape = (self.planner.num_devices, *x.shape[1:])
-            return jax.make_array_from_process_local_data(by_device, x, shape)
-
         def stack(parts: list[Any]) -> Any:
-            return jax.tree.map(lambda *xs: place(np.stack(xs, 1)), *parts)
+            return jax.tree.map(lambda *xs: self._place(np.stack(xs, 1)), *parts)
 
         inputs = StepInputs(
             rows=stack(rows),
             tables=stack(tables),
-            num_image_tokens=jax.device_put(counts, replicated),
-            plan_digest=place(digest.astype(np.int32)),
+            num_image_tokens=self._replicate(counts),
+            plan_digest=self._place(digest.astype(np.int32)),
         )
         return PreparedStep(step, inputs, capacity, self._stats(micro_batches, layouts))
 
@@ -187,8 +187,7 @@ class StepAssembler:
         tokens = sum(int(plan.tokens.sum()) for plan in after)
         rows = len(after) * self.planner.num_devices * (self.capacity.text + self.capacity.image)
         return StepStats(
-            load_before=sum(plan.load for plan in before),
-            load_after=sum(plan.load for plan in after),
+            loads=(_loads(before), _loads(after)),
             static_cost_before=float(np.mean([plan.static_step_cost for plan in before])),
             static_cost=float(np.mean([plan.static_step_cost for plan in after])),
             tokens=tokens,
@@ -205,7 +204,25 @@ def local_positions(mesh: Mesh) -> list[int]:
     return [i for i, device in enumerate(mesh.devices.flat) if device.process_index == process]
 
 
-def _home_rows(data: StepData, capacity: StepCapacity) -> HomeRows:
+def by_device_placer(
+    mesh: Mesh,
+) -> tuple[list[int], Callable[[np.ndarray], jax.Array], Callable[[np.ndarray], jax.Array]]:
+    """This process's mesh positions; a function that makes a global array sharded by device from what this process has
+    for them (leading axis); and one that makes a replicated array."""
+    by_device = NamedSharding(mesh, P(DATA_AXES))
+    replicated = NamedSharding(mesh, P())
+
+    def place(x: np.ndarray) -> jax.Array:
+        return jax.make_array_from_process_local_data(by_device, x, (mesh.devices.size, *x.shape[1:]))
+
+    def replicate(x: np.ndarray) -> jax.Array:
+        return jax.make_array_from_process_local_data(replicated, x, x.shape)
+
+    return local_positions(mesh), place, replicate
+
+
+def home_rows(data: StepData, capacity: StepCapacity) -> HomeRows:
+    """The local sequences of a step as arrays of the capacity, leading axis this process's devices."""
     batch = collate_home(
         data,
         image_capacity=capacity.home_image,

@@ -4,9 +4,13 @@ from ._objectives import Context as Context
 from ._objectives import DiffusionLoss as DiffusionLoss
 from ._objectives import FlowMatching as FlowMatching
 from ._objectives import Objective as Objective
+from ._objectives import SamplerSettings as SamplerSettings
 from ._objectives import TextToImage as TextToImage
 from ._rows import HomeRows as HomeRows
 from ._rows import TokenRows as TokenRows
+from ._sample import SampleInputs as SampleInputs
+from ._sample import make_sample_step as make_sample_step
+from ._sample import plan_without_text as plan_without_text
 from ._sharding import bytes_per_device as bytes_per_device
 from ._sharding import module_params as module_params
 from ._sharding import shard_axes as shard_axes
@@ -23,6 +27,8 @@ __all__ = [
     "FlowMatching",
     "HomeRows",
     "Objective",
+    "SampleInputs",
+    "SamplerSettings",
     "StepInputs",
     "StepMetrics",
     "TextToImage",
@@ -31,7 +37,9 @@ __all__ = [
     "TrainState",
     "bytes_per_device",
     "make_eval_step",
+    "make_sample_step",
     "make_train_step",
     "module_params",
+    "plan_without_text",
     "shard_axes",
 ]

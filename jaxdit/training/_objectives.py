@@ -8,9 +8,25 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from .._losses import LossSums, ddpm_loss, ddpm_noised, flow_matching_loss, flow_noised
+from .._losses import (
+    LossSums,
+    ddpm_loss,
+    ddpm_noised,
+    flow_matching_loss,
+    flow_noised,
+    split_learned_sigma,
+)
 from .._random import sequence_times, token_noise
-from .._schedules import DiffusionSchedule, ResolutionShift, diffusion_steps, logit_normal_time, shift_time
+from .._samplers import classifier_free_guidance, ddim_sample, euler_sample
+from .._schedules import (
+    DiffusionSchedule,
+    ResolutionShift,
+    diffusion_steps,
+    flow_sigmas,
+    logit_normal_time,
+    shift_time,
+    spaced_steps,
+)
 from ..encoders import TextRows
 from ..models import Attention, ImageLabelRows, ImageTextRows, LayerScan
 from ._rows import TokenRows
@@ -34,12 +50,51 @@ class Context(NamedTuple):
     step: Any
 
 
+@dataclass(frozen=True, slots=True)
+class SamplerSettings:
+    """How a model is sampled.
+
+    Attributes:
+        num_steps: evaluations of the model (Heun takes two a step).
+        guidance_scale: classifier-free guidance; 1 for none.
+        method: `euler_sample` or `heun_sample`; flows only, a diffusion is sampled by DDIM.
+    """
+
+    num_steps: int = 28
+    guidance_scale: float = 1.0
+    method: Callable[..., Any] = euler_sample
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1:
+            raise ValueError(
+                f"SamplerSettings: num_steps must be at least 1; got num_steps={self.num_steps}. Try 28."
+            )
+
+
 class Objective(Protocol):
     """A training objective of a module, on one device's rows."""
 
     def loss(self, module: Any, rows: TokenRows, context: Context) -> LossSums:
         """Summed loss of the rows here; the trainer adds up devices and normalises."""
         ...
+
+    def sample(
+        self,
+        module: Any,
+        rows: TokenRows,
+        noise: Float[Array, "n c"],
+        contexts: "SamplingContexts",
+        settings: SamplerSettings,
+    ) -> Float[Array, "n c"]:
+        """Image rows sampled for the captions or labels in `rows`, from noise."""
+        ...
+
+
+class SamplingContexts(NamedTuple):
+    """Contexts of the two branches of guidance: with the condition, and without it (its attention sees no text)."""
+
+    conditional: Context
+    unconditional: Context
 
 
 class TextToImage(nnx.Module):
@@ -123,6 +178,49 @@ class FlowMatching:
             prediction, rows.img, noise, rows.img_segment_ids, ones, row_weights=rows.img_loss_weight
         )
 
+    def sample(
+        self,
+        module: TextToImage,
+        rows: TokenRows,
+        noise: Float[Array, "n c"],
+        contexts: SamplingContexts,
+        settings: SamplerSettings,
+    ) -> Float[Array, "n c"]:
+        """Integrates the flow from noise, guided by captions, with the shift of training."""
+        mu = jnp.zeros(rows.num_image_tokens.shape[0], jnp.float32)
+        if self.shift is not None:
+            mu = self.shift.mu(rows.num_image_tokens)
+        without = _without_text(rows)
+
+        def branch(rows: TokenRows, context: Context) -> Callable[[Array, Array], Array]:
+            return lambda x, time: module.denoise(x, time, rows, context, guidance=self.guidance)
+
+        denoise = classifier_free_guidance(
+            branch(rows, contexts.conditional),
+            branch(without, contexts.unconditional),
+            settings.guidance_scale,
+        )
+        return settings.method(denoise, noise, flow_sigmas(settings.num_steps, mu), rows.img_segment_ids)
+
+
+def _without_text(rows: TokenRows) -> TokenRows:
+    """The rows of the unconditional branch: as if every caption had been dropped."""
+    return rows._replace(
+        txt=jnp.zeros_like(rows.txt),
+        txt_segment_ids=jnp.zeros_like(rows.txt_segment_ids),
+        pooled=None if rows.pooled is None else jnp.zeros_like(rows.pooled),
+    )
+
+
+def _image_attention(attention: Attention, num_text_rows: int) -> Attention:
+    """Attention of a model without text rows, in a layout that has room for some."""
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        q, k, v = (jnp.pad(x, ((num_text_rows, 0), (0, 0), (0, 0))) for x in (q, k, v))
+        return attention(q, k, v)[num_text_rows:]
+
+    return attend
+
 
 @dataclass(frozen=True, slots=True)
 class DiffusionLoss:
@@ -153,15 +251,59 @@ class DiffusionLoss:
             context.step, rows.img_segment_ids, rows.img_token_index, rows.img.shape[1], key=context.key
         )
         noised = ddpm_noised(rows.img, noise, step, rows.img_segment_ids, schedule=self.schedule)
-        model_rows = ImageLabelRows(
-            img=noised.noised,
-            img_segment_ids=rows.img_segment_ids,
-            img_positions=rows.img_positions,
-            time=step.astype(jnp.float32) / self.schedule.num_steps,
-            labels=rows.labels,
-        )
-        prediction = module(model_rows, attention=context.attention, layer_scan=context.layer_scan)
+        time = step.astype(jnp.float32) / self.schedule.num_steps
+        prediction = self._predict(module, noised.noised, time, rows.labels, rows, context)
         weights = jnp.ones(step.shape, jnp.float32)
         return ddpm_loss(
-            prediction, noised, rows.img_segment_ids, weights, schedule=self.schedule, channels=self.channels
+            prediction,
+            noised,
+            rows.img_segment_ids,
+            weights,
+            row_weights=rows.img_loss_weight,
+            schedule=self.schedule,
+            channels=self.channels,
         )
+
+    def sample(
+        self,
+        module: Any,
+        rows: TokenRows,
+        noise: Float[Array, "n c"],
+        contexts: SamplingContexts,
+        settings: SamplerSettings,
+    ) -> Float[Array, "n c"]:
+        """DDIM along evenly spaced steps, guided by labels."""
+        null = jnp.full_like(rows.labels, module.config.num_classes)
+
+        def branch(labels: Array, context: Context) -> Callable[[Array, Array], Array]:
+            def denoise(x: Array, time: Array) -> Array:
+                prediction = self._predict(module, x, time, labels, rows, context)
+                return split_learned_sigma(prediction, self.channels).noise
+
+            return denoise
+
+        denoise = classifier_free_guidance(
+            branch(rows.labels, contexts.conditional),
+            branch(null, contexts.unconditional),
+            settings.guidance_scale,
+        )
+        return ddim_sample(
+            denoise,
+            noise,
+            spaced_steps(self.schedule.num_steps, settings.num_steps),
+            schedule=self.schedule,
+            num_sequences=rows.num_image_tokens.shape[0],
+        )
+
+    def _predict(
+        self, module: Any, x: Array, time: Array, labels: Array, rows: TokenRows, context: Context
+    ) -> Array:
+        model_rows = ImageLabelRows(
+            img=x,
+            img_segment_ids=rows.img_segment_ids,
+            img_positions=rows.img_positions,
+            time=time,
+            labels=labels,
+        )
+        attention = _image_attention(context.attention, rows.txt_segment_ids.shape[0])
+        return module(model_rows, attention=attention, layer_scan=context.layer_scan)

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Int
-from parallel import AttentionLayout, exchange, expand_attention, expand_route
+from parallel import Route, exchange, expand_route
 from solver import StepCapacity, StepTables
 
 
@@ -53,6 +53,13 @@ class TokenRows(NamedTuple):
     labels: Int[Array, " s"] | None = None
 
 
+def image_route(tables: StepTables, capacity: StepCapacity) -> Route:
+    """The move of image rows from home to token layout (reversed: of results back home)."""
+    return expand_route(
+        tables.image, capacity.image_route, rows_in=capacity.home_image, rows_out=capacity.image
+    )
+
+
 def to_token_layout(
     home: HomeRows,
     tables: StepTables,
@@ -72,9 +79,7 @@ def to_token_layout(
         num_image_tokens: image tokens of each sequence, the same on every device.
         axis_name: axes of the plan's devices.
     """
-    image = expand_route(
-        tables.image, capacity.image_route, rows_in=capacity.home_image, rows_out=capacity.image
-    )
+    image = image_route(tables, capacity)
     text = expand_route(tables.text, capacity.text_route, rows_in=capacity.home_text, rows_out=capacity.text)
     img, img_ids, positions, img_index, weight = exchange(
         (home.img, home.img_segment_ids, home.img_positions, home.img_token_index, home.img_loss_weight),
@@ -102,8 +107,3 @@ def to_token_layout(
         pooled=total(home.pooled),
         labels=None if labels is None else labels - 1,
     )
-
-
-def attention_layout(tables: StepTables, capacity: StepCapacity, num_heads: int) -> AttentionLayout:
-    """Row indices of the step's attention layout, computed once for all layers."""
-    return expand_attention(tables, capacity, num_heads=num_heads)

@@ -18,11 +18,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
-from parallel import DATA_AXES, REPLICA_AXIS, PackedKernel, make_balanced_attention
+from parallel import DATA_AXES, REPLICA_AXIS, PackedKernel, expand_attention, make_balanced_attention
 from solver import StepCapacity, StepTables
 
 from ._objectives import Context, Objective
-from ._rows import HomeRows, attention_layout, to_token_layout
+from ._rows import HomeRows, to_token_layout
 from ._sharding import (
     gather_unstacked,
     layer_scan_for,
@@ -144,7 +144,7 @@ class TrainProgram:
         return StepInputs(by_device, by_device, NamedSharding(self.mesh, P()), by_device)
 
 
-def _input_specs() -> StepInputs:
+def input_specs() -> StepInputs:
     return StepInputs(P(DATA_AXES), P(DATA_AXES), P(), P(DATA_AXES))
 
 
@@ -154,19 +154,20 @@ def _micro_batch(inputs: StepInputs, index: Any) -> tuple[HomeRows, StepTables, 
     return rows, tables, inputs.num_image_tokens[index]
 
 
-class _LossOf:
-    """The device's share of the loss of one micro-batch, as a function of parameter shards."""
+class DeviceModel:
+    """What the programs of a run have in common on one device, for one capacity; used inside `shard_map`."""
 
     def __init__(self, program: TrainProgram, capacity: StepCapacity) -> None:
         self.graph = nnx.graphdef(program.module)
         self.program, self.capacity, self.axes = program, capacity, program.axes
         self.layer_scan = layer_scan_for(self.axes, program.mesh, remat=program.remat, dtype=program.dtype)
 
-    def prepare(self, inputs: StepInputs, index: Any, step: Any, key: Any) -> Callable[[Any], Any]:
-        home, tables, num_image_tokens = _micro_batch(inputs, index)
-        rows = to_token_layout(home, tables, self.capacity, num_image_tokens, DATA_AXES)
-        layout = attention_layout(tables, self.capacity, self.program.num_heads)
-        context = Context(
+    def module(self, shards: Any) -> Any:
+        return nnx.merge(self.graph, gather_unstacked(shards, self.axes))
+
+    def context(self, tables: StepTables, step: Any, key: Any) -> Context:
+        layout = expand_attention(tables, self.capacity, num_heads=self.program.num_heads)
+        return Context(
             attention=make_balanced_attention(layout, axis_name=DATA_AXES, kernel=self.program.kernel),
             layer_scan=self.layer_scan,
             reduce=lambda sums: lax.psum(sums, DATA_AXES),
@@ -174,8 +175,13 @@ class _LossOf:
             step=step,
         )
 
+    def prepare(self, inputs: StepInputs, index: Any, step: Any, key: Any) -> Callable[[Any], Any]:
+        home, tables, num_image_tokens = _micro_batch(inputs, index)
+        rows = to_token_layout(home, tables, self.capacity, num_image_tokens, DATA_AXES)
+        context = self.context(tables, step, key)
+
         def loss(shards: Any) -> tuple[Array, Array]:
-            module = nnx.merge(self.graph, gather_unstacked(shards, self.axes))
+            module = self.module(shards)
             sums = self.program.objective.loss(module, rows, context)
             return sums.total, sums.weight
 
@@ -204,14 +210,14 @@ def make_train_step(
         `step(state, inputs, key) -> (state, metrics)`. Gradients of all micro-batches are summed in float32 and divided
         once by the global sum of loss weights. An update that is not finite is not applied.
     """
-    loss_of = _LossOf(program, capacity)
-    specs = param_specs(loss_of.axes)
+    device_model = DeviceModel(program, capacity)
+    specs = param_specs(device_model.axes)
 
     def device_gradients(params: Any, inputs: StepInputs, step: Array, key: Any) -> tuple[Any, Array, Array]:
         num_micro = inputs.num_image_tokens.shape[0]
 
         def add(carry: Any, index: Any) -> tuple[Any, None]:
-            loss = loss_of.prepare(inputs, index, step * num_micro + index, key)
+            loss = device_model.prepare(inputs, index, step * num_micro + index, key)
             (total, weight), grads = jax.value_and_grad(loss, has_aux=True)(params)
             return jax.tree.map(jnp.add, carry, (grads, total, weight)), None
 
@@ -224,13 +230,13 @@ def make_train_step(
         grads, total, weight = sums
         total, weight = lax.psum((total, weight), DATA_AXES)
         scale = 1.0 / jnp.maximum(weight, 1.0)
-        grads = jax.tree.map(lambda g: g * scale, _sum_gradients(grads, loss_of.axes))
+        grads = jax.tree.map(lambda g: g * scale, _sum_gradients(grads, device_model.axes))
         return grads, total * scale, _plans_agree(inputs.plan_digest)
 
     gradients = jax.shard_map(
         device_gradients,
         mesh=program.mesh,
-        in_specs=(specs, _input_specs(), P(), P()),
+        in_specs=(specs, input_specs(), P(), P()),
         out_specs=(specs, P(), P()),
         check_vma=False,  # custom gradients and integer tables defeat the replication checker
     )
@@ -273,16 +279,16 @@ def make_eval_step(
         devices; `index` names its random draws. Dividing the totals of all batches by their weights is safe with unequal
         batches.
     """
-    loss_of = _LossOf(program, capacity)
+    device_model = DeviceModel(program, capacity)
 
     def device_loss(params: Any, inputs: StepInputs, index: Array, key: Any) -> tuple[Array, Array]:
-        return lax.psum(loss_of.prepare(inputs, 0, index, key)(params), DATA_AXES)
+        return lax.psum(device_model.prepare(inputs, 0, index, key)(params), DATA_AXES)
 
     return jax.jit(
         jax.shard_map(
             device_loss,
             mesh=program.mesh,
-            in_specs=(param_specs(loss_of.axes), _input_specs(), P(), P()),
+            in_specs=(param_specs(device_model.axes), input_specs(), P(), P()),
             out_specs=(P(), P()),
             check_vma=False,
         )

@@ -1,0 +1,410 @@
+"""What a config can name: models, objectives, data, optimisers, and the settings of a run.
+
+Each function here is a gin configurable. It returns a frozen description; nothing touches a device or reads data before
+`experiments._run` asks for it. The programs' own modules hold no configurables, because gin would register those of a file
+run by `python -m` under `__main__`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gin
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from experiments.data import (
+    BadLimit,
+    ImageFolder,
+    MediaRules,
+    Source,
+    SyntheticCodes,
+    SyntheticRows,
+    WebDatasetShards,
+    quickstart_sources,
+)
+from jaxdit import ResolutionShift, euler_sample, heun_sample, linear_schedule
+from jaxdit.encoders import ByteTextEncoder, PrecomputedText
+from jaxdit.models import DiT, MMDiT, MMDiTConfig, dit_config
+from jaxdit.training import DiffusionLoss, FlowMatching, Objective, SamplerSettings, TextToImage
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model to make.
+
+    Attributes:
+        make: makes the module from a seed; traced, never run on one device alone.
+        num_heads, width: of the backbone, for the planner.
+        channels: channels of an image row.
+        text_channels, pooled_channels: channels of text features the data must bring; 0 where text is bytes.
+        max_text: longest caption in bytes; None where text is features, or where the model takes labels.
+        uses_labels: whether the data must bring a class label per sequence.
+        dtype: dtype of matrix products.
+    """
+
+    make: Callable[[int], nnx.Module]
+    num_heads: int
+    width: int
+    channels: int
+    text_channels: int = 0
+    pooled_channels: int = 0
+    max_text: int | None = None
+    uses_labels: bool = False
+    dtype: Any = jnp.float32
+
+
+@gin.configurable(module="jaxdit")
+def text_to_image(
+    width: int = gin.REQUIRED,
+    num_heads: int = gin.REQUIRED,
+    num_double_blocks: int = gin.REQUIRED,
+    num_single_blocks: int = gin.REQUIRED,
+    axes_dim: Sequence[int] = gin.REQUIRED,
+    channels: int = gin.REQUIRED,
+    text_channels: int = gin.REQUIRED,
+    pooled_channels: int = gin.REQUIRED,
+    max_text: int | None = 512,
+    guidance_embed: bool = False,
+    mlp_ratio: float = 4.0,
+    compute_dtype: str = "float32",
+) -> ModelSpec:
+    """An MMDiT with a byte-level text encoder trained along, or (`max_text=None`) on precomputed text features."""
+    config = MMDiTConfig(
+        in_channels=channels,
+        text_channels=text_channels,
+        pooled_channels=pooled_channels,
+        width=width,
+        num_heads=num_heads,
+        num_double_blocks=num_double_blocks,
+        num_single_blocks=num_single_blocks,
+        axes_dim=tuple(axes_dim),
+        guidance_embed=guidance_embed,
+        mlp_ratio=mlp_ratio,
+        compute_dtype=compute_dtype,
+    )
+
+    def make(seed: int) -> nnx.Module:
+        rngs = nnx.Rngs(seed)
+        backbone = MMDiT(config, rngs=rngs)
+        sizes = {"text_channels": text_channels, "pooled_channels": pooled_channels}
+        if max_text is None:
+            return TextToImage(backbone, PrecomputedText(**sizes))
+        return TextToImage(backbone, ByteTextEncoder(**sizes, max_length=max_text, rngs=rngs))
+
+    from_data = max_text is None
+    return ModelSpec(
+        make=make,
+        num_heads=num_heads,
+        width=width,
+        channels=channels,
+        text_channels=text_channels if from_data else 0,
+        pooled_channels=pooled_channels if from_data else 0,
+        max_text=max_text,
+        dtype=jnp.dtype(compute_dtype),
+    )
+
+
+@gin.configurable(module="jaxdit")
+def class_to_image(
+    name: str = gin.REQUIRED,
+    channels: int = 4,
+    num_classes: int = 1000,
+    compute_dtype: str = "float32",
+) -> ModelSpec:
+    """A class-conditional DiT by its published name, such as DiT-XL/2; `channels` of the latent image."""
+    config = dit_config(name, channels=channels, num_classes=num_classes, compute_dtype=compute_dtype)
+    return ModelSpec(
+        make=lambda seed: DiT(config, rngs=nnx.Rngs(seed)),
+        num_heads=config.num_heads,
+        width=config.width,
+        channels=config.in_channels,
+        uses_labels=True,
+        dtype=jnp.dtype(compute_dtype),
+    )
+
+
+@gin.configurable(module="jaxdit")
+def flow_matching(
+    time_mean: float = 0.0,
+    time_std: float | None = 1.0,
+    resolution_shift: bool = False,
+    base_tokens: int = 256,
+    max_tokens: int = 4096,
+    base_mu: float = 0.5,
+    max_mu: float = 1.15,
+    guidance: float | None = None,
+) -> Objective:
+    """Flow matching; times logit-normal, or uniform with `time_std=None`, shifted by resolution if asked."""
+    shift = ResolutionShift(base_tokens=base_tokens, max_tokens=max_tokens, base_mu=base_mu, max_mu=max_mu)
+    return FlowMatching(time_mean, time_std, shift if resolution_shift else None, guidance)
+
+
+@gin.configurable(module="jaxdit")
+def diffusion(channels: int = 4, num_steps: int = 1000) -> Objective:
+    """Noise prediction with learned variance on a linear schedule, for `class_to_image`."""
+    return DiffusionLoss(linear_schedule(num_steps), channels)
+
+
+@dataclass(frozen=True, slots=True)
+class DataSpec:
+    """Data to open, and how steps are cut from it.
+
+    Attributes:
+        open: makes the sources.
+        token_budget: most tokens of a micro-batch, all devices together; None where the source decides.
+        weights: share of tokens per source; None gives every sample the same chance.
+        caption_dropout: probability of training a sequence without its caption.
+        max_sequences: most sequences of a micro-batch.
+        validation_fraction: share of samples held out.
+        bad_limit: when unreadable files stop the run.
+        patch: pixels per patch side; 0 where rows are not pixels.
+    """
+
+    open: Callable[[], list[Source]]
+    token_budget: int | None = None
+    weights: tuple[float, ...] | None = None
+    caption_dropout: float = 0.0
+    max_sequences: int | None = None
+    validation_fraction: float = 0.0
+    bad_limit: BadLimit | None = None
+    patch: int = 0
+
+
+@gin.configurable(module="data")
+def quickstart(
+    token_budget: int = gin.REQUIRED,
+    patch: int = 4,
+    weights: Sequence[float] | None = None,
+    caption_dropout: float = 0.1,
+    validation_fraction: float = 0.02,
+    max_sequences: int | None = None,
+) -> DataSpec:
+    """Digits, photographs and clips that ship inside Python packages; `weights` in this order."""
+    return DataSpec(
+        open=lambda: list(quickstart_sources(patch=patch)),
+        token_budget=token_budget,
+        weights=None if weights is None else tuple(weights),
+        caption_dropout=caption_dropout,
+        max_sequences=max_sequences,
+        validation_fraction=validation_fraction,
+        patch=patch,
+    )
+
+
+@gin.configurable(module="data")
+def folder(
+    root: str = gin.REQUIRED,
+    token_budget: int = gin.REQUIRED,
+    max_tokens: int = gin.REQUIRED,
+    patch: int = 16,
+    frame_stride: int = 1,
+    max_frames: int = 16,
+    max_text: int = 512,
+    allow_uncaptioned: bool = False,
+    caption_dropout: float = 0.1,
+    validation_fraction: float = 0.0,
+    max_sequences: int | None = None,
+    max_bad_fraction: float = 0.01,
+    index_folder: str | None = None,
+) -> DataSpec:
+    """A tree of images and videos with captions beside them, or tar shards if `root` ends in .tar or is a pattern."""
+    limit = BadLimit(fraction=max_bad_fraction)
+    rules = MediaRules(
+        patch=patch,
+        max_tokens=max_tokens,
+        frame_stride=frame_stride,
+        max_frames=max_frames,
+        max_text=max_text,
+        allow_uncaptioned=allow_uncaptioned,
+        bad_limit=limit,
+        index_folder=index_folder,
+    )
+    shards = root.endswith(".tar") or any(mark in root for mark in "*?{[")
+
+    def open_source() -> list[Source]:
+        return [WebDatasetShards(root, rules=rules) if shards else ImageFolder(root, rules=rules)]
+
+    return DataSpec(
+        open=open_source,
+        token_budget=token_budget,
+        caption_dropout=caption_dropout,
+        max_sequences=max_sequences,
+        validation_fraction=validation_fraction,
+        bad_limit=limit,
+        patch=patch,
+    )
+
+
+@gin.configurable(module="data")
+def synthetic(
+    codes: str = gin.REQUIRED,
+    channels: int = 64,
+    text_channels: int = 0,
+    pooled_channels: int = 0,
+    max_text: int = 392,
+    num_ranks: int | None = None,
+    num_steps: int = 256,
+    caption_dropout: float = 0.0,
+) -> DataSpec:
+    """Pseudo-random rows with the lengths of KnapFormer's data codes, to measure speed."""
+    rows = SyntheticRows(
+        channels=channels, text_channels=text_channels, pooled_channels=pooled_channels, max_text=max_text
+    )
+    return DataSpec(
+        open=lambda: [SyntheticCodes(codes, rows=rows, num_ranks=num_ranks, num_steps=num_steps)],
+        caption_dropout=caption_dropout,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """An optimiser to make for a run of so many steps.
+
+    Attributes:
+        make: from the number of steps to the optax transformation.
+        learning_rate: from the number of steps to the schedule, for reports.
+    """
+
+    make: Callable[[int], optax.GradientTransformation]
+    learning_rate: Callable[[int], optax.Schedule]
+
+
+@gin.configurable(module="optimizer")
+def adamw(
+    learning_rate: float = gin.REQUIRED,
+    warmup_steps: int = 0,
+    decay: str = "constant",
+    end_fraction: float = 0.0,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    weight_decay: float = 0.0,
+    clip_norm: float | None = 1.0,
+) -> OptimizerSpec:
+    """AdamW after clipping by global norm; warm-up, then `decay` "constant", "cosine" or "linear" to the end."""
+    shapes = {
+        "constant": lambda steps: optax.constant_schedule(learning_rate),
+        "cosine": lambda steps: optax.cosine_decay_schedule(learning_rate, steps, end_fraction),
+        "linear": lambda steps: optax.linear_schedule(learning_rate, learning_rate * end_fraction, steps),
+    }
+    if decay not in shapes:
+        raise ValueError(f"adamw: decay must be one of {', '.join(shapes)}; got decay={decay!r}.")
+
+    def schedule(num_steps: int) -> optax.Schedule:
+        main = shapes[decay](max(num_steps - warmup_steps, 1))
+        if not warmup_steps:
+            return main
+        warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps)
+        return optax.join_schedules([warmup, main], [warmup_steps])
+
+    def make(num_steps: int) -> optax.GradientTransformation:
+        clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
+        update = optax.adamw(schedule(num_steps), b1=b1, b2=b2, weight_decay=weight_decay)
+        return optax.chain(clip, update)
+
+    return OptimizerSpec(make, schedule)
+
+
+@gin.configurable(module="jaxdit")
+def sampler(num_steps: int = 28, guidance_scale: float = 1.0, method: str = "euler") -> SamplerSettings:
+    """How pictures are sampled; `method` "euler" or "heun" (a diffusion model is always sampled by DDIM)."""
+    methods = {"euler": euler_sample, "heun": heun_sample}
+    if method not in methods:
+        raise ValueError(f"sampler: method must be one of {', '.join(methods)}; got method={method!r}.")
+    return SamplerSettings(num_steps, guidance_scale, methods[method])
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """Settings of a training run; see `train` for what they mean."""
+
+    model: ModelSpec
+    objective: Objective
+    data: DataSpec
+    optimizer: OptimizerSpec
+    sampler: SamplerSettings
+    steps: int
+    seed: int
+    num_devices: int
+    devices_per_machine: int | None
+    bags: str | None
+    gamma: float
+    block: int
+    shards: int
+    remat: str
+    micro_batches: int
+    ema_decay: float
+    on_nonfinite: str
+    log_every: int
+    save_every: int
+    keep: int
+    eval_every: int
+    sample_every: int
+    sample_prompts: tuple[str, ...]
+    lookahead: int
+    allow_oversized: bool
+
+
+@gin.configurable(module="experiments")
+def train(
+    model: ModelSpec = gin.REQUIRED,
+    objective: Objective = gin.REQUIRED,
+    data: DataSpec = gin.REQUIRED,
+    optimizer: OptimizerSpec = gin.REQUIRED,
+    sampler: SamplerSettings | None = None,
+    steps: int = gin.REQUIRED,
+    seed: int = 0,
+    num_devices: int = gin.REQUIRED,
+    devices_per_machine: int | None = None,
+    bags: str | None = None,
+    gamma: float = 0.4,
+    block: int = 128,
+    shards: int = 1,
+    remat: str = "none",
+    micro_batches: int = 1,
+    ema_decay: float = 0.999,
+    on_nonfinite: str = "skip",
+    log_every: int = 50,
+    save_every: int = 500,
+    keep: int = 2,
+    eval_every: int = 0,
+    sample_every: int = 0,
+    sample_prompts: Sequence[str] = (),
+    lookahead: int = 64,
+    allow_oversized: bool = False,
+) -> RunSettings:
+    """Settings of a training run.
+
+    Args:
+        model: from `text_to_image` or `class_to_image`.
+        objective: from `flow_matching` or `diffusion`.
+        data: from `quickstart`, `folder` or `synthetic`.
+        optimizer: from `adamw`.
+        sampler: from `sampler`; its defaults if left out.
+        steps: optimiser steps of the whole run.
+        seed: of parameters, data order, times and noise.
+        num_devices: devices of the mesh, over all processes.
+        devices_per_machine: for counting traffic between machines; all on one machine if None.
+        bags: bag spec such as g1n2+g2n1+g4n1; None leaves every sequence where it was loaded.
+        gamma: relative cost of a FLOP of attention, for the planner.
+        block: attention block size in rows.
+        shards: devices that share one copy of parameters, optimiser and EMA; 1 replicates them.
+        remat: rematerialisation policy; "full" with shards > 1.
+        micro_batches: micro-batches per optimiser step (gradient accumulation).
+        ema_decay: of the parameters' moving average, per step.
+        on_nonfinite: "skip" a step whose loss or gradient is not finite, or "stop" the run there.
+        log_every: steps between log lines where there is no terminal.
+        save_every: steps between checkpoints; one is written at the end in any case.
+        keep: checkpoints kept.
+        eval_every: steps between validation losses; 0 for the end only, if data is held out.
+        sample_every: steps between grids of samples; 0 for the end only.
+        sample_prompts: "caption | HEIGHTxWIDTH" or "caption | FRAMESxHEIGHTxWIDTH" (a class number as caption for
+            class-conditional models); none for no pictures.
+        lookahead: micro-batches scanned at the start to size the program, so that it is compiled once.
+        allow_oversized: start even if parameters, optimiser and EMA are larger than a device's memory.
+    """
+    settings = locals()
+    settings["sampler"] = SamplerSettings() if sampler is None else sampler
+    settings["sample_prompts"] = tuple(sample_prompts)
+    return RunSettings(**settings)

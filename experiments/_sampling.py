@@ -1,0 +1,195 @@
+"""Prompts to pictures: requests of any mixture of sizes sampled in one packed batch."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from solver import StepCapacity, StepLayout, step_tables
+
+from experiments._config import UserError
+from experiments._feed import by_device_placer, home_rows
+from experiments._run import Run
+from experiments.data import StepData, StepIndex, frames_from_rows
+from jaxdit.training import SampleInputs, SamplerSettings, make_sample_step, plan_without_text
+
+_SIZE = re.compile(r"(?:(\d+)x)?(\d+)x(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """A picture or clip to make.
+
+    Attributes:
+        prompt: caption, or class number for a class-conditional model.
+        frames, height, width: size in frames and pixels.
+        noise_id: names its noise: the same seed, prompt, size and noise_id give the same picture in any batch.
+    """
+
+    prompt: str
+    frames: int
+    height: int
+    width: int
+    noise_id: int = 0
+
+
+def parse_size(text: str) -> tuple[int, int, int]:
+    """Frames, height and width from "32x48" or "4x32x48".
+
+    Raises:
+        UserError: for another form.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UserError(f"a size is HEIGHTxWIDTH or FRAMESxHEIGHTxWIDTH in pixels, such as 32x48; got {text!r}.")
+    return int(match[1] or 1), int(match[2]), int(match[3])
+
+
+def parse_request(text: str, noise_id: int) -> SampleRequest:
+    """A request from "caption | HEIGHTxWIDTH".
+
+    Raises:
+        UserError: for another form.
+    """
+    prompt, bar, size = text.rpartition("|")
+    if not bar:
+        raise UserError(f"a sample prompt is 'caption | HEIGHTxWIDTH'; got {text!r}.")
+    return SampleRequest(prompt.strip(), *parse_size(size), noise_id)
+
+
+def check_request(request: SampleRequest, run: Run) -> None:
+    """Refuse what the model cannot make.
+
+    Raises:
+        UserError: naming the rule.
+    """
+    patch, model = run.settings.data.patch, run.settings.model
+    if not patch:
+        raise UserError("this run was trained on rows that are no pixels (synthetic data): it cannot make pictures.")
+    for name in ("frames", "height", "width"):
+        value = getattr(request, name)
+        step = 1 if name == "frames" else patch
+        if value < step or value % step:
+            raise UserError(f"{name} must be a multiple of {step}; got {name}={value}. Try {max(round(value / step), 1) * step}.")
+    if model.max_text is not None and len(request.prompt.encode()) > model.max_text:
+        raise UserError(
+            f"a prompt has at most {model.max_text} bytes; got {len(request.prompt.encode())}. Shorten it."
+        )
+    if model.text_channels:
+        raise UserError("this model takes precomputed text features; it cannot be prompted with text yet.")
+
+
+class PictureSampler:
+    """Samples batches of requests with a run's model; programs are kept per capacity.
+
+    Args:
+        run: the run, on the mesh to sample on.
+        settings: steps, guidance, method; the run's own by default.
+        seed: of the noise.
+    """
+
+    def __init__(self, run: Run, settings: SamplerSettings | None = None, *, seed: int = 0) -> None:
+        self._run, self._settings = run, settings or run.settings.sampler
+        self._key = jax.random.key(seed, impl="threefry2x32")
+        self._capacity: StepCapacity | None = None
+        self._programs: dict[StepCapacity, Any] = {}
+
+    def __call__(self, params: Any, requests: Sequence[SampleRequest]) -> list[np.ndarray]:
+        """Uint8 RGB of shape (frames, height, width, 3) for each request; with several processes, on all of them.
+
+        Raises:
+            UserError: for a request the model cannot make.
+        """
+        for request in requests:
+            check_request(request, self._run)
+        index = self._index(requests)
+        planner = self._run.planner
+        layout = planner.layout(index)
+        without = StepLayout(plan_without_text(layout.plan), layout.block)
+        for needs in map(planner.needs, (layout, without)):
+            self._capacity = needs if self._capacity is None else self._capacity
+            self._capacity = self._capacity.grown(needs)
+        capacity = self._capacity
+        if capacity not in self._programs:
+            self._programs[capacity] = make_sample_step(self._run.program, capacity, self._settings)
+        rows = self._programs[capacity](params, self._inputs(index, requests, layout, without), self._key)
+        return self._pictures(np.asarray(_on_all_processes(rows)), index)
+
+    def _index(self, requests: Sequence[SampleRequest]) -> StepIndex:
+        patch = self._run.settings.data.patch
+        grid = np.array([(r.frames, r.height // patch, r.width // patch) for r in requests], np.int32)
+        image = grid.prod(1).astype(np.int32)
+        labelled = self._run.settings.model.uses_labels
+        text = np.array([0 if labelled else len(r.prompt.encode()) for r in requests], np.int32)
+        zeros = np.zeros(len(requests), np.int32)
+        return StepIndex(
+            step=0,
+            source=zeros,
+            index=zeros,
+            epoch=zeros,
+            grid=grid,
+            image_lengths=image,
+            text_lengths=text,
+            lengths=image + text,
+            dropped=zeros.astype(bool),
+            loss_weight=np.ones(len(requests), np.float32),
+        )
+
+    def _inputs(
+        self, index: StepIndex, requests: Sequence[SampleRequest], layout: StepLayout, without: StepLayout
+    ) -> SampleInputs:
+        run, capacity = self._run, self._capacity
+        local, place, replicate = by_device_placer(run.mesh)
+        mine = np.flatnonzero(np.isin(index.home(run.planner.num_devices), local)).astype(np.int32)
+        data = StepData(
+            index=index,
+            num_devices=run.planner.num_devices,
+            local_devices=tuple(local),
+            sequences=mine,
+            rows=tuple(np.zeros((index.image_lengths[i], run.settings.model.channels), np.float32) for i in mine),
+            text=tuple(np.frombuffer(requests[i].prompt.encode(), np.uint8)[: index.text_lengths[i]] for i in mine),
+            pooled=(),
+            loss_weight=np.ones(len(mine), np.float32),
+            channels=run.settings.model.channels,
+            labels=tuple(_label(requests[i]) for i in mine) if run.settings.model.uses_labels else None,
+        )
+        padded = np.zeros((2, capacity.sequences), np.int32)
+        padded[0, : len(requests)] = index.image_lengths
+        padded[1, : len(requests)] = [request.noise_id for request in requests]
+        tables = [step_tables(x, capacity, local) for x in (layout, without)]
+        return SampleInputs(
+            rows=jax.tree.map(place, home_rows(data, capacity)),
+            tables=jax.tree.map(place, tables[0]),
+            tables_without_text=jax.tree.map(place, tables[1]),
+            num_image_tokens=replicate(padded[0]),
+            noise_ids=replicate(padded[1]),
+        )
+
+    def _pictures(self, rows: np.ndarray, index: StepIndex) -> list[np.ndarray]:
+        """Cut home rows (devices, rows, channels) into pictures."""
+        patch = self._run.settings.data.patch
+        home = index.home(self._run.planner.num_devices)
+        next_row = np.zeros(self._run.planner.num_devices, np.int64)
+        pictures = []
+        for device, grid, count in zip(home, index.grid.tolist(), index.image_lengths, strict=True):
+            start = next_row[device]
+            next_row[device] += count
+            frames = frames_from_rows(rows[device, start : start + count], tuple(grid), patch=patch)
+            pictures.append(np.clip(np.rint((frames + 1) * 127.5), 0, 255).astype(np.uint8))
+        return pictures
+
+
+def _label(request: SampleRequest) -> int:
+    if not request.prompt.isdigit():
+        raise UserError(f"a class-conditional model takes a class number as prompt; got {request.prompt!r}.")
+    return int(request.prompt)
+
+
+def _on_all_processes(rows: jax.Array) -> Any:
+    if rows.is_fully_addressable:
+        return rows
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(rows, tiled=True)
