@@ -41,19 +41,22 @@ class LossSums(NamedTuple):
     per_sequence: Float[Array, "s"]
 
 
+def _without_padding(x: Float[Array, "n c"], segment_ids: Int[Array, "n"]) -> Float[Array, "n c"]:
+    """Float32 rows with zeros in padding: what lies there gets into neither loss nor gradient."""
+    return jnp.where(segment_ids[:, None] > 0, x.astype(jnp.float32), 0.0)
+
+
 def _weighted_sums(
     errors: Float[Array, "n c"],
     segment_ids: Int[Array, "n"],
     weights: Float[Array, "s"],
     row_weights: Float[Array, "n"] | None,
 ) -> LossSums:
-    """Sums errors times the weight of their row; a padding row weighs 0 whatever its error is."""
+    """Sums errors times the weight of their row; a padding row's error is finite and its weight 0."""
     weight_of_row = rows_of_sequences(weights.astype(jnp.float32)[:, None], segment_ids)[:, 0]
     if row_weights is not None:
-        weight_of_row = weight_of_row * row_weights.astype(jnp.float32)
-    valid = segment_ids > 0
-    weight_of_row = jnp.where(valid, weight_of_row, 0.0)
-    loss_of_row = weight_of_row * jnp.sum(jnp.where(valid[:, None], errors, 0.0), axis=1)
+        weight_of_row = weight_of_row * jnp.where(segment_ids > 0, row_weights.astype(jnp.float32), 0.0)
+    loss_of_row = weight_of_row * jnp.sum(errors, axis=1)
     per_sequence = sums_of_sequences(loss_of_row[:, None], segment_ids, weights.shape[0])[:, 0]
     return LossSums(jnp.sum(loss_of_row), jnp.sum(weight_of_row) * errors.shape[1], per_sequence)
 
@@ -109,8 +112,8 @@ def flow_matching_loss(
 
     Reference: Lipman et al., arXiv 2210.02747; Esser et al., arXiv 2403.03206, section 2.
     """
-    target = noise.astype(jnp.float32) - clean.astype(jnp.float32)
-    errors = jnp.square(prediction.astype(jnp.float32) - target)
+    prediction, clean, noise = (_without_padding(x, segment_ids) for x in (prediction, clean, noise))
+    errors = jnp.square(prediction - (noise - clean))
     return _weighted_sums(errors, segment_ids, weights, row_weights)
 
 
@@ -212,7 +215,9 @@ def ddpm_loss(
 
     Reference: Nichol & Dhariwal, arXiv 2102.09672, equations 13-16.
     """
-    noise, variance = split_learned_sigma(prediction.astype(jnp.float32), channels)
+    noise, variance = split_learned_sigma(_without_padding(prediction, segment_ids), channels)
+    clean, added, noised = (_without_padding(x, segment_ids) for x in rows[:3])
+    rows = NoisedRows(clean, added, noised, rows.step)
     bound = _bound_terms(jax.lax.stop_gradient(noise), variance, rows, segment_ids, schedule)
     errors = jnp.square(noise - rows.noise) + schedule.num_steps / 1000 * bound
     return _weighted_sums(errors, segment_ids, weights, row_weights)

@@ -60,7 +60,9 @@ def patchify(pixels: Num[np.ndarray, "t h w c"], patch_size: int) -> Num[np.ndar
     return blocks.transpose(0, 1, 3, 2, 4, 5).reshape(t * h * w, patch_size**2 * pixels.shape[3])
 
 
-def unpatchify(rows: Num[np.ndarray, "n p"], grid: Grid, patch_size: int) -> Num[np.ndarray, "t h w c"]:
+def unpatchify(
+    rows: Num[np.ndarray, "n p"], grid: tuple[int, int, int], patch_size: int
+) -> Num[np.ndarray, "t h w c"]:
     """Puts rows of patches back into a clip; the inverse of `patchify`.
 
     Args:
@@ -85,7 +87,7 @@ def unpatchify(rows: Num[np.ndarray, "n p"], grid: Grid, patch_size: int) -> Num
     return blocks.reshape(t, h * patch_size, w * patch_size, channels)
 
 
-def patch_positions(grid: Grid) -> Int[np.ndarray, "n 3"]:
+def patch_positions(grid: tuple[int, int, int]) -> Int[np.ndarray, "n 3"]:
     """(t, h, w) of each row of `patchify`, counted in tokens, int32."""
     return np.indices(grid, dtype=np.int32).reshape(3, -1).T.copy()
 
@@ -115,6 +117,6 @@ class PixelPatches:
         """Rows of a clip; see `patchify`."""
         return patchify(pixels, self.patch_size)
 
-    def decode(self, rows: Num[np.ndarray, "n p"], grid: Grid) -> Num[np.ndarray, "t h w c"]:
+    def decode(self, rows: Num[np.ndarray, "n p"], grid: tuple[int, int, int]) -> Num[np.ndarray, "t h w c"]:
         """The clip of so many rows; see `unpatchify`."""
         return unpatchify(rows, grid, self.patch_size)

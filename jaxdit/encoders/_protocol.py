@@ -87,6 +87,8 @@ class ImageEncoder(Protocol):
         """Rows of a clip, row-major over (t, h, w)."""
         ...
 
-    def decode(self, rows: Float[np.ndarray, "n c_row"], grid: Grid) -> Float[np.ndarray, "t h w c"]:
+    def decode(
+        self, rows: Float[np.ndarray, "n c_row"], grid: tuple[int, int, int]
+    ) -> Float[np.ndarray, "t h w c"]:
         """The clip of so many rows."""
         ...

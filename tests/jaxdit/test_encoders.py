@@ -1,0 +1,192 @@
+"""Pixels and captions to rows: exact inverses, independence of placement, gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxdit.encoders import (
+    ByteTextEncoder,
+    Grid,
+    ImageEncoder,
+    PixelPatches,
+    PrecomputedText,
+    TextEncoder,
+    TextRows,
+    byte_tokens,
+    patch_grid,
+    patch_positions,
+    patchify,
+    unpatchify,
+)
+
+CAPTIONS = ("a handwritten seven", "", "é", "a cat")
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 6, 3), (5, 2, 2, 1), (3, 8, 2, 4)])
+@pytest.mark.parametrize("patch", [1, 2])
+def test_patches_go_there_and_back_bit_exactly(shape, patch):
+    for dtype in (np.float32, np.uint8):
+        pixels = np.random.default_rng(0).integers(0, 255, shape).astype(dtype)
+        rows = patchify(pixels, patch)
+        grid = patch_grid(shape, patch)
+        assert rows.dtype == dtype
+        assert rows.shape == (grid.t * grid.h * grid.w, patch * patch * shape[3])
+        np.testing.assert_array_equal(unpatchify(rows, grid, patch), pixels)
+
+
+def test_a_row_is_the_patch_at_its_position_channels_last():
+    pixels = np.random.default_rng(0).normal(size=(2, 6, 4, 3))
+    rows, positions = patchify(pixels, 2), patch_positions(patch_grid(pixels.shape, 2))
+    assert positions.dtype == np.int32
+    for row, (t, h, w) in zip(rows, positions, strict=True):
+        np.testing.assert_array_equal(row, pixels[t, 2 * h : 2 * h + 2, 2 * w : 2 * w + 2].reshape(-1))
+    assert [tuple(p) for p in positions[:4]] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]
+
+
+def test_pixel_patches_are_an_image_encoder():
+    encoder = PixelPatches(2, pixel_channels=3)
+    assert isinstance(encoder, ImageEncoder)
+    assert (encoder.frozen, encoder.channels) == (True, 12)
+    pixels = np.random.default_rng(0).normal(size=(1, 4, 6, 3))
+    np.testing.assert_array_equal(encoder.decode(encoder.encode(pixels), Grid(1, 2, 3)), pixels)
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"multiples of patch_size; got .*\(1, 7, 4, 3\).* Resize to 8 x 4"):
+        patchify(np.zeros((1, 7, 4, 3)), 2)
+    with pytest.raises(ValueError, match=r"shape must be \(t, h, w, c\); got shape=\(4, 4, 3\)"):
+        patch_grid((4, 4, 3), 2)
+    with pytest.raises(ValueError, match="patch_size must be at least 1; got patch_size=0"):
+        patch_grid((1, 4, 4, 3), 0)
+    with pytest.raises(ValueError, match=r"rows must be t \* h \* w patches .* got rows of shape \(5, 12\)"):
+        unpatchify(np.zeros((5, 12)), Grid(1, 2, 3), 2)
+    with pytest.raises(ValueError, match=r"got rows of shape \(6, 10\)"):
+        unpatchify(np.zeros((6, 10)), Grid(1, 2, 3), 2)
+    with pytest.raises(ValueError, match="must be at least 1; got patch_size=0, pixel_channels=3"):
+        PixelPatches(0)
+
+
+def make_encoder(max_length=32):
+    return ByteTextEncoder(text_channels=6, pooled_channels=4, max_length=max_length, rngs=nnx.Rngs(0))
+
+
+def make_rows(captions=CAPTIONS, pad=3, shuffle=True) -> TextRows:
+    tokens = [byte_tokens(caption) for caption in captions]
+    ids = np.concatenate([*(np.full(len(t), s + 1) for s, t in enumerate(tokens)), np.zeros(pad)])
+    index = np.concatenate([*(np.arange(len(t)) for t in tokens), np.zeros(pad)])
+    values = np.concatenate([*tokens, np.zeros(pad)])
+    order = np.random.default_rng(0).permutation(len(ids)) if shuffle else np.arange(len(ids))
+    return TextRows(*(jnp.asarray(x[order], jnp.int32) for x in (values, ids, index)))
+
+
+def test_byte_features_and_pooled_vectors_follow_their_definition():
+    encoder, rows = make_encoder(), make_rows()
+    assert isinstance(encoder, TextEncoder)
+    assert not encoder.frozen
+    features, pooled = jax.jit(lambda rows: encoder(rows, num_sequences=4))(rows)
+    assert features.dtype == pooled.dtype == jnp.float32
+    byte, place = (np.asarray(p[...], np.float64) for p in (encoder.byte_embedding, encoder.place_embedding))
+    for row, token, segment, index in zip(features, *(np.asarray(x) for x in rows[:3]), strict=True):
+        np.testing.assert_allclose(row, byte[token] + place[index] if segment else np.zeros(6), rtol=1e-6)
+    kernel, bias = (np.asarray(p[...], np.float64) for p in (encoder.pool.kernel, encoder.pool.bias))
+    for s, caption in enumerate(CAPTIONS):
+        tokens = byte_tokens(caption)
+        mean = (byte[tokens] + place[: len(tokens)]).mean(axis=0) if tokens else None
+        expected = encoder.pooled_empty[...][0] if mean is None else mean @ kernel + bias
+        np.testing.assert_allclose(pooled[s], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_caption_spread_over_devices_is_pooled_as_a_whole():
+    encoder, rows = make_encoder(), make_rows(pad=4)
+    assert len(rows.tokens) % 2 == 0
+    graph, state = nnx.split(encoder)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def loss(state, rows, reduce=None):
+        out = nnx.merge(graph, state)(rows, num_sequences=4, reduce=reduce)
+        return out, jnp.sum(jnp.sin(out.features)), jnp.sum(jnp.square(out.pooled))
+
+    def one_device(state):
+        out, by_row, by_sequence = loss(state, rows)
+        return by_row + by_sequence, out
+
+    def per_device(state, rows):
+        out, by_row, by_sequence = loss(state, rows, lambda sums: jax.lax.psum(sums, "d"))
+        return jax.lax.psum(by_row, "d") + by_sequence, out.features, out.pooled
+
+    def two_devices(state):
+        total, *out = jax.shard_map(
+            per_device,
+            mesh=mesh,
+            in_specs=(P(), TextRows(P("d"), P("d"), P("d"))),
+            out_specs=(P(), P("d"), P()),
+        )(state, rows)
+        return total, tuple(out)
+
+    (one, two) = jax.jit(
+        lambda s: tuple(jax.value_and_grad(f, has_aux=True)(s) for f in (one_device, two_devices))
+    )(state)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        jax.tree.leaves(one),
+        jax.tree.leaves(two),
+    )
+
+
+def test_every_parameter_learns_and_unused_bytes_do_not():
+    graph, state = nnx.split(make_encoder())
+    rows = make_rows()
+
+    def loss(state):
+        out = nnx.merge(graph, state)(rows, num_sequences=4)
+        return jnp.sum(jnp.sin(out.features)) + jnp.sum(jnp.square(out.pooled))
+
+    grads = nnx.to_pure_dict(jax.jit(jax.grad(loss))(state))
+    used = sorted({token for caption in CAPTIONS for token in byte_tokens(caption)})
+    assert np.flatnonzero(np.any(np.asarray(grads["byte_embedding"]), axis=1)).tolist() == used
+    assert np.flatnonzero(np.any(np.asarray(grads["place_embedding"]), axis=1)).tolist() == list(range(19))
+    assert np.all(np.asarray(grads["pooled_empty"]) != 0)
+
+
+def test_a_caption_beyond_the_last_place_is_loud():
+    encoder = make_encoder(max_length=4)
+    features, _ = encoder(make_rows(("abcd", "abcde"), pad=0, shuffle=False), num_sequences=2)
+    assert np.flatnonzero(np.any(np.isnan(np.asarray(features)), axis=1)).tolist() == [8]
+
+
+def test_no_captions_at_all():
+    encoder = make_encoder()
+    features, pooled = encoder(make_rows(("", ""), pad=0), num_sequences=2)
+    assert features.shape == (0, 6)
+    np.testing.assert_array_equal(pooled, np.repeat(encoder.pooled_empty[...], 2, axis=0))
+
+
+def test_precomputed_text_passes_through():
+    encoder = PrecomputedText(text_channels=6, pooled_channels=4)
+    assert isinstance(encoder, TextEncoder)
+    assert encoder.frozen
+    rng = np.random.default_rng(0)
+    ids, pooled = jnp.asarray([1, 2, 0], jnp.int32), jnp.asarray(rng.normal(size=(2, 4)), jnp.float32)
+    given = rng.normal(size=(3, 6)).astype(np.float32)
+    rows = TextRows(jnp.asarray(given), ids, jnp.zeros(3, jnp.int32), pooled)
+    out = encoder(rows, num_sequences=2)
+    np.testing.assert_array_equal(out.features, given * np.array([[1], [1], [0]]))
+    np.testing.assert_array_equal(out.pooled, pooled)
+    with pytest.raises(ValueError, match=r"features of 6 channels, .* pooled of shape None"):
+        encoder(rows._replace(pooled=None), num_sequences=2)
+    with pytest.raises(ValueError, match=r"got tokens of shape \(3, 5\)"):
+        encoder(rows._replace(tokens=rows.tokens[:, :5]), num_sequences=2)
+    with pytest.raises(ValueError, match=r"pooled must have shape \(3, 4\); got \(2, 4\)"):
+        encoder(rows, num_sequences=3)
+
+
+def test_wrong_tokens_and_sizes_are_refused():
+    rows = make_rows()
+    with pytest.raises(TypeError, match="tokens must be integers, .* got tokens of dtype float32"):
+        make_encoder()(rows._replace(tokens=rows.tokens.astype(jnp.float32)[:, None]), num_sequences=4)
+    with pytest.raises(ValueError, match="sizes must be at least 1; got text_channels=0"):
+        ByteTextEncoder(text_channels=0, pooled_channels=4, rngs=nnx.Rngs(0))
