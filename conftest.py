@@ -14,4 +14,4 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 from jaxtyping import install_import_hook
 
-install_import_hook(["parallel", "jaxdit"], "beartype.beartype")
+install_import_hook(["parallel", "jaxdit"], "tests.typechecker.checked")

@@ -1,0 +1,94 @@
+"""The same losses and gradients whatever the devices, the plan, the sharding and the processes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tests.training_case import ALL_BAGS, NUM_STEPS, Case, Trace, assert_same_run, shared_capacity
+
+
+@pytest.fixture(scope="module")
+def one_device() -> Trace:
+    return Case(1, 1, shared_capacity(1, [None])).run(None)
+
+
+@pytest.fixture(scope="module")
+def eight_devices() -> Case:
+    return Case(8, 1, shared_capacity(8, ALL_BAGS))
+
+
+@pytest.fixture(scope="module")
+def sharded() -> Case:
+    return Case(8, 8, shared_capacity(8, ALL_BAGS))
+
+
+@pytest.mark.parametrize("bags", ALL_BAGS)
+def test_plans_change_nothing_but_the_place(one_device, eight_devices, bags):
+    trace = eight_devices.run(bags)
+    assert_same_run(trace, one_device)
+    # One executable runs data parallelism, Ulysses over all devices, and bags of any sizes at once.
+    assert trace.num_compiled == 1
+
+
+@pytest.mark.parametrize("bags", [None, "g1n2+g2n1+g4n1"])
+def test_sharded_parameters_change_nothing(one_device, sharded, bags):
+    assert_same_run(sharded.run(bags), one_device)
+
+
+@pytest.mark.full
+def test_hybrid_sharding_changes_nothing(one_device):
+    assert_same_run(Case(8, 4, shared_capacity(8, ["g2n4"])).run("g2n4"), one_device)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_devices", [2, 4, 6])
+def test_other_numbers_of_devices(one_device, num_devices):
+    bags = f"g{num_devices}n1"
+    assert_same_run(Case(num_devices, 1, shared_capacity(num_devices, [bags])).run(bags), one_device)
+
+
+def test_micro_batches_are_one_batch(one_device, eight_devices):
+    del eight_devices
+    accumulated = Case(8, 1, shared_capacity(8, ["g2n4"]), micro_batches=2).run("g2n4", 2)
+    # Two micro-batches weigh by their elements, as one batch of both would: between the losses of the two alone.
+    first, second = Case(1, 1, shared_capacity(1, [None])).run(None, 1).losses[0], None
+    assert second is None
+    assert accumulated.losses.shape == (1,)
+    assert abs(accumulated.losses[0] - first) < 1.0
+
+
+def test_two_processes(one_device, tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {**os.environ, "NPROC": "32", "JAX_PLATFORMS": "cpu"}
+    root = Path(__file__).parents[2]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.training.two_process_worker", str(port), str(i), str(tmp_path)],
+            cwd=root,
+            env=env,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        errors = [worker.communicate(timeout=300)[1] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0, 0], errors[0][-2000:]
+    stored = np.load(tmp_path / "trace.npz")
+    names = json.loads((tmp_path / "names.json").read_text())
+    tree = jax.tree.structure(one_device.gradients)
+    gradients = jax.tree.unflatten(tree, [stored[name] for name in names])
+    assert len(stored["losses"]) == NUM_STEPS
+    assert_same_run(Trace(stored["losses"], gradients, 1), one_device)
