@@ -8,7 +8,7 @@ executable runs them all.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, no_type_check, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from parallel._exchange import AxisName, Route, RouteSizes, exchange, expand_rou
 from parallel._packed_attention import PackedKernel, PackedSegments, packed_attention
 
 
+@runtime_checkable
 class AttentionSizes(Protocol):
     """What `expand_attention` reads of a capacity (`solver.StepCapacity` is one): static sizes on one device."""
 
@@ -37,6 +38,7 @@ class AttentionSizes(Protocol):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+@no_type_check  # JAX rebuilds pytrees with placeholders for leaves
 class AttentionLayout:
     """One device's part of a step's attention layout; made by `expand_attention`.
 

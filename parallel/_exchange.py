@@ -7,17 +7,17 @@ A layout says which rows each device holds. `solver` describes a move between la
     A rows --gather--> send buffer --collective--> receive buffer --\\
        \\------------- rows that stay --------------------------------gather--> B rows
 
-Both directions, and the gradients of both, are gathers: the expansion also gives the inverse indices, so nothing is
-ever scattered in floating point. Rows that stay never enter the collective. On CUDA and TPU the collective is
-`jax.lax.ragged_all_to_all`, which moves only the rows that must move. On other platforms it is padded: one permute for
-each round that carries anything, each as large as its busiest pair, or one `all_to_all` where that is cheaper. The choice
-of platform is made when the program is lowered.
+Both directions, and the gradients of both, are gathers: the expansion also gives the inverse indices, so nothing
+is ever scattered in floating point. Rows that stay never enter the collective. On CUDA and TPU the collective is
+`jax.lax.ragged_all_to_all`, which moves only the rows that must move. On other platforms it is padded: one permute
+for each round that carries anything, each as large as its busiest pair, or one `all_to_all` where that is cheaper.
+The choice of platform is made when the program is lowered.
 """
 
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, no_type_check, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jaxtyping import Array, Int
 AxisName = Hashable | tuple[Hashable, ...]
 
 
+@runtime_checkable
 class RouteSizes(Protocol):
     """What `expand_route` reads of a capacity (`solver.RouteCapacity` is one): static buffer sizes in rows."""
 
@@ -40,6 +41,7 @@ class RouteSizes(Protocol):
     def copies(self) -> int: ...
 
 
+@runtime_checkable
 class Tables(Protocol):
     """What `expand_route` reads of tables (`solver.ExchangeTables` is one), for one device: see there."""
 
@@ -112,6 +114,7 @@ class _Padding:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+@no_type_check  # JAX rebuilds pytrees with placeholders for leaves
 class _Side:
     """One end of a route: how its rows enter the buffers, and where its rows come from when moved towards it.
 
@@ -128,6 +131,7 @@ class _Side:
 
 @partial(jax.tree_util.register_dataclass, data_fields=["a", "b"], meta_fields=["padding", "is_reversed"])
 @dataclass(frozen=True)
+@no_type_check  # JAX rebuilds pytrees with placeholders for leaves
 class Route:
     """Row indices of a move between layouts A and B on one device; made by `expand_route`, used inside `shard_map`.
 
@@ -296,7 +300,12 @@ def _collect(pool: Array, index: Int[Array, "rows copies"], total: bool) -> Arra
     """One row of `pool` for each row of the far layout, or the sum of all its copies."""
     if not total:
         return _take(pool, index[:, 0])
-    return sum(_take(pool, index[:, c]) for c in range(index.shape[1]))
+    if index.shape[1] == 1:
+        return _take(pool, index[:, 0])
+    # Many copies in half precision: each rounding would stay in the total.
+    wide = jnp.promote_types(pool.dtype, jnp.float32)
+    copies = (_take(pool, index[:, c]).astype(wide) for c in range(1, index.shape[1]))
+    return sum(copies, _take(pool, index[:, 0]).astype(wide)).astype(pool.dtype)
 
 
 def _move(route: Route, axis_name: AxisName, x: Array, *, transpose: bool) -> Array:
@@ -352,8 +361,8 @@ def exchange(rows: Any, route: Route, *, axis_name: AxisName) -> Any:
     for leaf in leaves:
         if leaf.ndim < 1 or leaf.shape[0] != rows_in:
             raise ValueError(
-                f"exchange: every leaf has the route's rows as its leading axis; got shape={leaf.shape}, rows={rows_in}."
-                " Expand the route for these rows (expand_route, rows_in)."
+                f"exchange: every leaf has the route's rows as its leading axis; got shape={leaf.shape},"
+                f" rows={rows_in}. Expand the route for these rows (expand_route, rows_in)."
             )
     groups: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):

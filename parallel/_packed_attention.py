@@ -10,7 +10,7 @@ of the plain JAX one here.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, no_type_check, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+@no_type_check  # JAX rebuilds pytrees with placeholders for leaves
 class PackedSegments:
     """Which rows attend to which, on one device.
 
@@ -42,6 +43,7 @@ class PackedOutput(NamedTuple):
     lse: Float[Array, " rows_q"]
 
 
+@runtime_checkable
 class PackedKernel(Protocol):
     """Forward and backward of packed attention on whole row arrays; both see only what `segments` allows."""
 
@@ -66,33 +68,39 @@ class XlaKernel:
     """Packed attention in plain JAX: a scan over query blocks, and in it a loop over the block's range of key blocks.
 
     Runs on any backend. Statistics and accumulators are float32; products take the inputs' dtype.
+
+    Blocks are shared by segments, so their products meet rows of other segments with weight 0, and 0 * NaN is NaN.
+    Rows that are not finite therefore enter products over rows as zeros, and mark their own segment's logits (forward)
+    or weights (backward) with NaN instead.
     """
 
     def forward(self, q: Array, k: Array, v: Array, segments: PackedSegments, scale: float) -> PackedOutput:
         q_blocks, k_blocks, v_blocks, ids = _blocked(q, k, v, segments)
         block, dim = q_blocks.shape[1:]
+        bad_values = _not_finite(v_blocks)
 
         def query_block(_, xs):
             q_b, q_ids, (start, stop) = xs
 
             def visit(j, carry):
                 top, total, acc = carry
-                logits = jnp.where(
-                    q_ids[:, None] == ids.keys[j][None, :], _logits(q_b, k_blocks[j], scale), -jnp.inf
-                )
+                k_b = _replace(bad_values[j], k_blocks[j], jnp.nan)
+                mask = q_ids[:, None] == ids.keys[j][None, :]
+                logits = jnp.where(mask, _logits(q_b, k_b, scale), -jnp.inf)
                 new_top = jnp.maximum(top, logits.max(axis=1))
                 # A row with nothing to attend yet has top = -inf; subtract 0 there instead of making NaN.
                 shift = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
                 weights = jnp.exp(logits - shift[:, None])
                 keep = jnp.exp(top - shift)
                 total = total * keep + weights.sum(axis=1)
-                return new_top, total, acc * keep[:, None] + _dot(weights.astype(v.dtype), v_blocks[j])
+                v_b = _replace(bad_values[j], v_blocks[j], 0.0)
+                return new_top, total, acc * keep[:, None] + _dot(weights.astype(v.dtype), v_b)
 
             zero = jnp.zeros(block, jnp.float32)
             top, total, acc = lax.fori_loop(
                 start, stop, visit, (zero - jnp.inf, zero, jnp.zeros((block, dim), jnp.float32))
             )
-            real = (total > 0) & (q_ids > 0)
+            real = (total != 0) & (q_ids > 0)  # a NaN total is an answer too
             out = jnp.where(real[:, None], acc / jnp.where(real, total, 1.0)[:, None], 0.0)
             return None, (out.astype(q.dtype), jnp.where(real, top + jnp.log(total), -jnp.inf))
 
@@ -113,21 +121,28 @@ class XlaKernel:
         # d logits = weights * (d_out . v - shift), shift = d_out . out - d lse: one number a row.
         shift = jnp.einsum("rd,rd->r", cotangent.out, saved.out, preferred_element_type=jnp.float32)
         shift = (shift - cotangent.lse).reshape(ids.queries.shape)
+        bad_cotangent = _not_finite(d_out) | ~jnp.isfinite(shift)
         lse = jnp.where(jnp.isneginf(saved.lse), jnp.inf, saved.lse).reshape(ids.queries.shape)
+        lse = jnp.where(bad_cotangent, jnp.nan, lse)
+        shift = jnp.where(bad_cotangent, 0.0, shift)
+        bad_keys = _not_finite(k_blocks) | _not_finite(v_blocks)
 
         def query_block(carry, xs):
             q_b, q_ids, do_b, shift_b, lse_b, (start, stop) = xs
+            q_b, do_b = _replace(_not_finite(q_b), q_b, 0.0), _replace(_not_finite(do_b), do_b, 0.0)
 
             def visit(j, carry):
                 dq_b, dk, dv = carry
-                logits = _logits(q_b, k_blocks[j], scale)
+                k_b, v_b = (_replace(bad_keys[j], x[j], 0.0) for x in (k_blocks, v_blocks))
                 mask = q_ids[:, None] == ids.keys[j][None, :]
-                weights = jnp.where(mask, jnp.exp(logits - lse_b[:, None]), 0.0)
-                d_logits = weights * (_dot(do_b, v_blocks[j].T) - shift_b[:, None]) * scale
+                # No logit exceeds lse but by rounding, which is large where logits are.
+                log_weights = jnp.minimum(_logits(q_b, k_b, scale) - lse_b[:, None], 0.0)
+                weights = jnp.where(mask, jnp.exp(log_weights), 0.0)
+                d_logits = weights * (_dot(do_b, v_b.T) - shift_b[:, None]) * scale
                 d_logits = d_logits.astype(q.dtype)
                 dv = dv.at[j].add(_dot(weights.astype(q.dtype).T, do_b))
                 dk = dk.at[j].add(_dot(d_logits.T, q_b))
-                return dq_b + _dot(d_logits, k_blocks[j]), dk, dv
+                return dq_b + _dot(d_logits, k_b), dk, dv
 
             dq_b, dk, dv = lax.fori_loop(start, stop, visit, (jnp.zeros(q_b.shape, jnp.float32), *carry))
             return (dk, dv), dq_b.astype(q.dtype)
@@ -142,6 +157,14 @@ class XlaKernel:
 class _Ids(NamedTuple):
     queries: Array
     keys: Array
+
+
+def _not_finite(rows: Array) -> Array:
+    return ~jnp.isfinite(rows).all(-1)
+
+
+def _replace(bad: Array, rows: Array, value: float) -> Array:
+    return jnp.where(bad[:, None], jnp.asarray(value, rows.dtype), rows)
 
 
 def _dot(a: Array, b: Array) -> Array:
