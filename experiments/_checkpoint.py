@@ -21,7 +21,9 @@ from types import TracebackType
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from experiments._config import UserError, one_line
 from experiments._disk import check_writable, size_text
@@ -81,20 +83,18 @@ class Checkpoints:
         self.directory = Path(workdir).absolute() / FOLDER
         if not read_only:
             check_writable(self.directory)
+            self._remove_leftovers()
         self._abandoned = _AbandonedTransfers()
         self._rendezvous = Rendezvous() if jax.process_count() > 1 and not read_only else None
-        options = ocp.CheckpointManagerOptions(
-            async_options=ocp.AsyncOptions(barrier_sync_fn=self._rendezvous),
-            max_to_keep=None if read_only else keep,
-            create=not read_only,
-            read_only=read_only,
-            save_interval_steps=0 if read_only else 1,
-            cleanup_tmp_directories=not read_only,
-        )
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self._manager = None if read_only else self._make_manager(keep)
         # (step, bytes) of the save that may still be in progress.
         self._pending: tuple[int, int] | None = None
         self._saved: set[int] = set()
+
+    def _make_manager(self, keep: int) -> ocp.CheckpointManager:
+        barrier = ocp.AsyncOptions(barrier_sync_fn=self._rendezvous)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, async_options=barrier)
+        return ocp.CheckpointManager(self.directory, options=options)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -142,6 +142,8 @@ class Checkpoints:
         """
         if step in self._saved:
             return False
+        if self._manager is None:
+            raise ValueError("Checkpoints.save: read_only must be False; got read_only=True.")
         arrays = named_arrays(state)
         self.wait()
         others = [found for found in self.steps() if found >= step and found not in self._saved]
@@ -168,8 +170,9 @@ class Checkpoints:
         Raises:
           UserError: it could not be written; says why, how much it needs, and which checkpoint is the last.
         """
-        with self._explaining_refusals():
-            self._manager.wait_until_finished()
+        if self._manager is not None:
+            with self._explaining_refusals():
+                self._manager.wait_until_finished()
         self._pending = None
 
     def close(self) -> None:
@@ -177,7 +180,8 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._manager.close()
+            if self._manager is not None:
+                self._manager.close()
             self._abandoned.close()
 
     def meta(self, step: int | None = None) -> dict[str, Any]:
@@ -223,6 +227,12 @@ class Checkpoints:
     def _path(self, step: int) -> str:
         return str(self.directory / str(step))
 
+    def _remove_leftovers(self) -> None:
+        """Of saves that were interrupted or failed; the first process does it while the others wait for it."""
+        if jax.process_index() == 0:
+            for leftover in self.directory.glob(_TEMPORARY):
+                shutil.rmtree(leftover, ignore_errors=True)
+
     def _existing(self, step: int | None) -> int:
         found = self.steps()
         if step is None and found:
@@ -235,8 +245,8 @@ class Checkpoints:
 
     def _read_document(self, step: int) -> dict[str, Any]:
         def read() -> dict[str, Any]:
-            args = ocp.args.Composite(meta=ocp.args.JsonRestore())
-            document = self._manager.restore(step, args=args).meta
+            with contextlib.closing(ocp.JsonCheckpointHandler()) as handler:
+                document = handler.restore(self.directory / str(step) / "meta", args=ocp.args.JsonRestore())
             if document["crc32"] != crc32(document):
                 raise ValueError("its meta document is not as it was written")
             return document
@@ -256,14 +266,17 @@ class Checkpoints:
         args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=partial)
 
         def read() -> dict[str, jax.Array]:
-            arrays = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
-            found = fingerprints(arrays)
-            changed = [name for name in found if found[name] != stored[name]["fingerprint"]]
-            if changed:
-                raise ValueError(f"{len(changed)} arrays are not as they were written, first {changed[0]}")
-            return arrays
+            with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+                return handler.restore(self.directory / str(step) / "state", args=args)
 
-        return self._reading(step, read)
+        arrays = self._reading(step, read)
+        found = fingerprints(arrays)
+        changed = [name for name in found if found[name] != stored[name]["fingerprint"]]
+        if changed:
+            raise self._damage(
+                step, f"{len(changed)} arrays are not as they were written, first {changed[0]}"
+            )
+        return arrays
 
     def _way_out(self, step: int, wanted: dict[str, Any] | None = None, partial: bool = False) -> str:
         """What to do about a damaged checkpoint; the earlier one it names has been read on trial."""
@@ -272,8 +285,6 @@ class Checkpoints:
                 document = self._read_document(earlier)
                 if wanted is not None:
                     check_same_model(self._path(earlier), document["arrays"], wanted, partial)
-                # With several processes all would have to read it; one that found no damage is not here.
-                if wanted is not None and jax.process_count() == 1:
                     self._read_arrays(earlier, document["arrays"], wanted, partial)
             except UserError:
                 continue
@@ -281,15 +292,26 @@ class Checkpoints:
         return "There is no good one before it: delete that folder to start over."
 
     def _reading(self, step: int, read: Callable[[], Any]) -> Any:
-        """`read()`, with whatever Orbax raises over a broken file as a `DamagedCheckpointError`."""
+        """`read()`; if it fails on any process, a `DamagedCheckpointError` on every process.
+
+        Orbax's handlers are used directly: around them its checkpointers have a barrier at which a process that
+        failed would not arrive.
+        """
+        result = reason = None
         try:
-            return read()
-        except (UserError, MemoryError, jax.errors.JaxRuntimeError):
+            result = read()
+        except (MemoryError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:  # a broken file surfaces as anything from KeyError to bare Exception
-            reason = one_line(str(error))[:_REASON_LENGTH] or type(error).__name__
+            text = one_line(str(error)).split(" See full TensorStore details")[0].rstrip(".")
+            reason = text[:_REASON_LENGTH] or type(error).__name__
+        if _on_all_processes(reason is None):
+            return result
         self._abandoned.collect()
-        raise DamagedCheckpointError(f"checkpoint {self._path(step)} is damaged: {reason}.")
+        raise self._damage(step, reason or "another process cannot read its part")
+
+    def _damage(self, step: int, reason: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(f"checkpoint {self._path(step)} is damaged: {reason}.")
 
     @contextlib.contextmanager
     def _explaining_refusals(self) -> Iterator[None]:
@@ -306,11 +328,10 @@ class Checkpoints:
         self._pending = None
         self._saved.discard(step)
         # Orbax counts a save in before it is complete, and what it would have replaced out.
-        self._manager.reload()
+        if self._manager is not None:
+            self._manager.reload()
         free = f"{size_text(shutil.disk_usage(self.directory).free)} free"
-        if jax.process_index() == 0:
-            for leftover in self.directory.glob(_TEMPORARY):
-                shutil.rmtree(leftover, ignore_errors=True)
+        self._remove_leftovers()
         last = self.latest()
         raise UserError(
             f"checkpoint of step {step} could not be written to {self.directory}: it needs up to "
@@ -318,6 +339,13 @@ class Checkpoints:
             f"{'No earlier checkpoint.' if last is None else f'The last good checkpoint is step {last}.'} "
             "Make room and run the same command again."
         )
+
+
+def _on_all_processes(fine: bool) -> bool:
+    """Whether all of them are fine; all have to ask."""
+    if jax.process_count() == 1:
+        return fine
+    return bool(multihost_utils.process_allgather(np.array(fine)).all())
 
 
 def _system_reason(error: Exception) -> str:

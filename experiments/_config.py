@@ -1,23 +1,17 @@
-"""Configuration of the programs: gin files, `--set` bindings, and errors that fit on one line.
-
-A program is `sys.exit(run_program(main, sys.argv[1:]))`; its `main` calls `load_config` first. Everything a
-user can get wrong surfaces as a `UserError`, which `run_program` prints as one line on stderr before it
-returns exit code 2.
+"""Configuration of the programs: gin files and `--set` bindings.
 
 We walk the statements of a gin file ourselves (gin's parser, gin's bindings) instead of calling
-`gin.parse_config`: gin reports a mistake as several lines, without the closest known name, and dumps the
-whole config for an undefined macro.
+`gin.parse_config`: gin reports a mistake as several lines, without the closest known name, and dumps the whole
+config for an undefined macro.
 """
 
 import ast
-import contextlib
 import difflib
 import importlib
 import importlib.metadata
 import inspect
 import platform
 import re
-import sys
 import tokenize
 import types
 import typing
@@ -31,14 +25,15 @@ import gin
 from gin import config as gin_config
 from gin import config_parser
 
+from experiments._program import UserError as UserError
+from experiments._program import checking as checking
+from experiments._program import one_line as one_line
+from experiments._program import run_program as run_program
+
 CONFIG_DIR = Path(__file__).parent / "configs"
-EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
 # Values with one of these first characters must be complete gin values; they are never taken as bare strings.
 _GIN_VALUE_STARTS = tuple("'\"[({@%")
 _LOWER_CASE_WORDS = {"true": "True", "false": "False", "none": "None", "null": "None"}
-# gin appends its call stack to the text of every exception that passes through a configurable.
-_GIN_CALL_NOTE = "\n  In call to configurable"
 _SCALARS = (bool, int, float, str, type(None))
 _DISTRIBUTIONS = (
     "jaxdit",
@@ -51,70 +46,6 @@ _DISTRIBUTIONS = (
     "numpy",
     "gin-config",
 )
-
-
-class UserError(Exception):
-    """What the person who started the program can put right: one line that names the way out."""
-
-
-def run_program(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
-    """Runs `main(argv)` and turns what it raises into an exit code.
-
-    A `UserError` (and a missing gin binding, which gin reports at the call) is printed as one line on stderr.
-    Any other exception is a defect and keeps its traceback.
-
-    Args:
-      main: takes the arguments after the program's name, returns an exit code or None for 0.
-      argv: `sys.argv[1:]`.
-
-    Returns:
-      The exit code: 2 for a `UserError`, 130 after an interrupt from the keyboard.
-    """
-    try:
-        return main(argv) or 0
-    except UserError as error:
-        message = str(error)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return EXIT_INTERRUPTED
-    except RuntimeError as error:
-        missing = _missing_bindings(str(error))
-        if missing is None:
-            raise
-        message = missing
-    sys.stderr.write(f"error: {one_line(message)}\n")
-    return EXIT_USER_ERROR
-
-
-@contextlib.contextmanager
-def checking(subject: str = "") -> Iterator[None]:
-    """Marks a block as checks of what the user asked for: its ValueErrors and kin become `UserError`s.
-
-    Args:
-      subject: what is being checked, put before the text ("bag spec"); empty for nothing.
-
-    Raises:
-      UserError: for a ValueError, TypeError or NotImplementedError from the block, first line of its text.
-    """
-    try:
-        yield
-    except (ValueError, TypeError, NotImplementedError) as error:
-        text = one_line(str(error)) or type(error).__name__
-        raise UserError(f"{subject}: {text}" if subject else text) from error
-
-
-def one_line(text: str) -> str:
-    """`text` without gin's call notes, its line breaks and indentation folded into single spaces."""
-    return " ".join(text.split(_GIN_CALL_NOTE)[0].split())
-
-
-def _missing_bindings(text: str) -> str | None:
-    match = re.match(r"Required bindings for `(.+?)` not provided in config: \[(.*?)\]", text)
-    if match is None:
-        return None
-    names = [f"{match[1]}.{name.strip(chr(39))}" for name in match[2].split(", ")]
-    example = f"--set {names[0]}=VALUE"
-    return f"config: {', '.join(names)} must be set and is not. Set it in the config file or with {example}."
 
 
 @dataclass(slots=True)

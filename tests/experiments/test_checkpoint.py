@@ -89,6 +89,8 @@ def test_part_of_a_state(tmp_path):
 def test_reader_beside_a_training(tmp_path):
     with Checkpoints(tmp_path, read_only=True) as reader:
         assert reader.latest() is None
+        with pytest.raises(ValueError, match="read_only must be False; got read_only=True"):
+            reader.save(1, place(host_state()), {})
         with pytest.raises(UserError, match=r"no checkpoint in .*: there are none"):
             reader.restore(abstract(host_state()))
     assert not list(tmp_path.iterdir())

@@ -227,9 +227,13 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=process)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from experiments._checkpoint import Checkpoints
+from jax.experimental import multihost_utils
+from experiments._checkpoint import Checkpoints, DamagedCheckpointError
 from experiments._config import UserError, run_program
 from experiments._signals import StopRequest
+
+def size(path):
+    return path.stat().st_size
 
 mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 host = {"w": np.arange(64 * 512, dtype=np.float32).reshape(64, 512), "n": np.full((3,), 7, np.int32)}
@@ -257,13 +261,23 @@ def main(argv):
         assert checkpoints.steps() == [1]
         checkpoints.save(3, state, {"step": 3})
         checkpoints.wait()
-        restored = checkpoints.restore(
-            {name: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding) for name, v in state.items()}
-        )
+        wanted = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), state)
+        restored = checkpoints.restore(wanted)
         assert restored.meta == {"step": 3}
         for name, value in restored.state.items():
             for shard in value.addressable_shards:
                 np.testing.assert_array_equal(np.asarray(shard.data), host[name][shard.index])
+        if process == 0:
+            lost = max((checkpoints.directory / "3/state/ocdbt.process_1/d").iterdir(), key=size)
+            lost.rename(lost.with_suffix(".hidden"))
+        multihost_utils.sync_global_devices("lost")
+        try:
+            checkpoints.restore(wanted)
+        except DamagedCheckpointError as error:
+            print(error, flush=True)
+        multihost_utils.sync_global_devices("seen")
+        if process == 0:
+            lost.with_suffix(".hidden").rename(lost)
         assert not stop.agreed()
         if process == 1:
             stop.request()
@@ -299,6 +313,9 @@ def test_two_processes_and_one_that_cannot_write(tmp_path, failing):
         for step, text, last in ((2, out, 1), (4, err, 3)):
             assert f"checkpoint of step {step} could not be written" in text, err
             assert f"({reason}). The last good checkpoint is step {last}." in text
+        damage = "another process cannot read its part" if index == 0 else "Encountered error while reading"
+        assert f"checkpoints/3 is damaged: {damage}" in out
+        assert "go on from step 1, which is good" in out
         assert process.returncode == 2
         assert "Traceback" not in err
         assert "asyncio" not in err
