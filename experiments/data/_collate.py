@@ -30,6 +30,8 @@ class HomeBatch:
       txt_segment_ids, txt_token_index: sequence and index of each text row.
       pooled: per-sequence text vectors (d, num_sequences, c_pool), row s for global sequence s, zeros unless
         the device is its home: a sum over devices gives the table. None where text is bytes.
+      labels: per-sequence classes (d, num_sequences): label + 1, or -1 where it is dropped, in row s of the
+        home of global sequence s, and 0 elsewhere: a sum over devices gives the table. None without labels.
     """
 
     img: Float32[np.ndarray, "d cap c_in"]
@@ -41,6 +43,7 @@ class HomeBatch:
     txt_segment_ids: Int32[np.ndarray, "d txt_cap"]
     txt_token_index: Int32[np.ndarray, "d txt_cap"]
     pooled: Float32[np.ndarray, "d s c_pool"] | None = None
+    labels: Int32[np.ndarray, "d s"] | None = None
 
 
 def collate_home(
@@ -57,10 +60,10 @@ def collate_home(
       data: a step, as a `StepReader` returns it.
       image_capacity, text_capacity: rows per device; `StepIndex.home_tokens` says how many are needed.
       devices: global ids of the devices to make arrays for; all of this process's by default.
-      sequence_capacity: rows of `pooled`; the step's number of sequences by default.
+      sequence_capacity: rows of `pooled` and `labels`; the step's number of sequences by default.
 
     Raises:
-      ValueError: a device is not this process's, or a capacity is too small.
+      ValueError: a device is not this process's, a capacity is too small, or a label is negative.
     """
     devices = data.local_devices if devices is None else tuple(devices)
     strangers = sorted(set(devices) - set(data.local_devices))
@@ -71,6 +74,7 @@ def collate_home(
         )
     c_in, text_shape, text_dtype, c_pool = _widths(data)
     num, image, text = len(devices), image_capacity, text_capacity
+    table_rows = _table_rows(data, sequence_capacity)
     batch = HomeBatch(
         img=np.zeros((num, image, c_in), np.float32),
         img_segment_ids=np.full((num, image), PADDING, np.int32),
@@ -80,7 +84,8 @@ def collate_home(
         txt=np.zeros((num, text, *text_shape), text_dtype),
         txt_segment_ids=np.full((num, text), PADDING, np.int32),
         txt_token_index=np.zeros((num, text), np.int32),
-        pooled=_pooled_table(data, num, sequence_capacity) if c_pool else None,
+        pooled=np.zeros((num, table_rows, c_pool), np.float32) if c_pool else None,
+        labels=None if data.labels is None else np.zeros((num, table_rows), np.int32),
     )
     home = data.index.home(data.num_devices)
     for slot, device in enumerate(devices):
@@ -97,14 +102,14 @@ def _widths(data: StepData) -> tuple[int, tuple[int, ...], type, int]:
     return data.channels, (), np.int32, data.pooled_channels
 
 
-def _pooled_table(data: StepData, num_devices: int, capacity: int | None) -> Float32[np.ndarray, "d s c"]:
+def _table_rows(data: StepData, capacity: int | None) -> int:
     rows = data.index.num_sequences if capacity is None else capacity
     if rows < data.index.num_sequences:
         raise ValueError(
             f"collate_home: sequence_capacity must hold the step's {data.index.num_sequences} sequences; got "
             f"sequence_capacity={rows}. Raise it."
         )
-    return np.zeros((num_devices, rows, data.pooled_channels), np.float32)
+    return rows
 
 
 def _fill_device(batch: HomeBatch, data: StepData, slot: int, mine: np.ndarray) -> None:
@@ -127,7 +132,21 @@ def _fill_device(batch: HomeBatch, data: StepData, slot: int, mine: np.ndarray) 
         batch.txt_token_index[txt] = np.arange(len(text))
         if batch.pooled is not None:
             batch.pooled[slot, sequence] = data.pooled[local]
+        if batch.labels is not None:
+            batch.labels[slot, sequence] = _label_code(data, local, sequence)
         image_end, text_end = image_stop, text_stop
+
+
+def _label_code(data: StepData, local: int, sequence: int) -> int:
+    """label + 1, or -1 where it is dropped: 0 is left for "not at home here", whatever the classes are."""
+    assert data.labels is not None
+    label = data.labels[local]
+    if label < 0:
+        raise ValueError(
+            f"collate_home: labels must be at least 0; got label={label} for sequence {sequence} of step "
+            f"{data.index.step}. Number the classes from 0, or give the source no labels."
+        )
+    return -1 if data.index.dropped[sequence] else label + 1
 
 
 def _check_fits(kind: str, data: StepData, sequence: int, needed: int, capacity: int) -> None:

@@ -20,6 +20,9 @@ CaptionRule = Callable[[Path, Sequence[str]], Mapping[str, str]]
 class ImageFolder(MediaSource):
     """Images and videos below a folder, at any depth; hidden files and linked folders are left out.
 
+    When every file lies in a sub-folder, its label is the place of its top-level sub-folder among their
+    sorted names; else there are no labels.
+
     Args:
       root: the folder.
       rules: how files become sequences.
@@ -51,11 +54,24 @@ class ImageFolder(MediaSource):
         )
         # Captions are read every time: they may change without the picture.
         found = captions(root, names)
-        captioned = [
-            MediaFile(file.path, tuple(e._replace(caption=found.get(e.name)) for e in file.entries))
+        labels = _folder_labels(names)
+        complete = [
+            MediaFile(
+                file.path,
+                tuple(e._replace(caption=found.get(e.name), label=labels.get(e.name)) for e in file.entries),
+            )
             for file in files
         ]
-        super().__init__(title, files=captioned, rules=rules)
+        super().__init__(title, files=complete, rules=rules)
+
+
+def _folder_labels(names: Sequence[str]) -> dict[str, int]:
+    """Labels by name, unreadable files included: they must not renumber the classes."""
+    if not all("/" in name for name in names):
+        return {}
+    folders = [name.split("/", 1)[0] for name in names]
+    label_of_folder = {folder: i for i, folder in enumerate(sorted(set(folders)))}
+    return {name: label_of_folder[folder] for name, folder in zip(names, folders, strict=True)}
 
 
 def _media_names(root: Path) -> list[str]:

@@ -16,7 +16,7 @@ from experiments.data._hash import digest_of
 _logger = logging.getLogger(__name__)
 
 # Written into the file; another number makes old files be ignored.
-_FORMAT = 1
+_FORMAT = 2
 
 # Reading headers waits for storage more than it computes.
 _THREADS = 8
@@ -31,6 +31,7 @@ class MediaEntry(NamedTuple):
       frames, height, width: of the whole file, upright; 0 frames when the header cannot be read.
       caption: None when there is none.
       error: why the header cannot be read, else empty.
+      label: class, None when there is none.
     """
 
     name: str
@@ -41,6 +42,7 @@ class MediaEntry(NamedTuple):
     width: int
     caption: str | None = None
     error: str = ""
+    label: int | None = None
 
 
 class MediaFile(NamedTuple):

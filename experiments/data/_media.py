@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float32, Int32
 
 from experiments.data._bad import BadLimit
 from experiments.data._decode import FrameChoice, media_size, open_media, read_frames
@@ -15,6 +16,8 @@ from experiments.data._index import MediaEntry, MediaFile
 from experiments.data._rows import rows_from_frames, snap_grid
 from experiments.data._table import SampleTable, TableSource, encode_captions
 from experiments.data._types import BadSampleError, DataError
+
+_logger = logging.getLogger(__name__)
 
 # Names given in an error.
 _LISTED = 5
@@ -69,7 +72,7 @@ class MediaRules:
 
 
 class MediaSource(TableSource):
-    """Image and video files, captioned, in their own aspect ratios.
+    """Image and video files, captioned, in their own aspect ratios; labelled where every one has a label.
 
     Args:
       name: of the source.
@@ -94,7 +97,8 @@ class MediaSource(TableSource):
         names = [entry.name for entry in entries]
         captions = encode_captions([e.caption or "" for e in entries], max_text=rules.max_text, name=name)
         grids = np.asarray([rules.grid(entry) for entry in entries], np.int32)
-        super().__init__(name, patch=rules.patch, table=SampleTable(names, names, grids, captions))
+        table = SampleTable(names, names, grids, captions, _all_labels(name, entries))
+        super().__init__(name, patch=rules.patch, table=table)
 
     def read(self, index: int) -> Float32[np.ndarray, "n_img c_in"]:
         """Decodes, resizes and cuts one file."""
@@ -113,6 +117,17 @@ def scan_media(path: Path, entry: MediaEntry) -> MediaEntry:
     except BadSampleError as error:
         return entry._replace(error=str(error))
     return entry._replace(frames=size.frames, height=size.height, width=size.width)
+
+
+def _all_labels(name: str, entries: Sequence[MediaEntry]) -> Int32[np.ndarray, " n"] | None:
+    """The labels, or None when one is missing, which the log says."""
+    labels = [entry.label for entry in entries if entry.label is not None]
+    if len(labels) == len(entries):
+        return np.asarray(labels, np.int32)
+    if labels:
+        without = [entry.name for entry in entries if entry.label is None]
+        _logger.warning("%s: no labels, since %d files have none: %s", name, len(without), _some(without))
+    return None
 
 
 def _suffix(name: str) -> str:

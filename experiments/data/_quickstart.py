@@ -133,7 +133,7 @@ def _digit_caption(label: int, name: str) -> str:
 
 
 class DigitSource(TableSource):
-    """Handwritten digits, each drawn at every size, captioned "a handwritten seven" and the like.
+    """Handwritten digits, each drawn at every size, captioned "a handwritten seven" and labelled 7.
 
     Args:
       patch: pixels per patch side; divides the sizes.
@@ -158,7 +158,8 @@ class DigitSource(TableSource):
                 split_names.append(f"digit-{number:04d}")
                 captions.append(_digit_caption(label, names[-1]).encode())
         grids = [(1, y // patch, x // patch) for y, x in self._sizes] * len(self._digits.labels)
-        table = SampleTable(names, split_names, np.asarray(grids, np.int32), captions)
+        labels = np.repeat(self._digits.labels, len(self._sizes))
+        table = SampleTable(names, split_names, np.asarray(grids, np.int32), captions, labels)
         super().__init__("digits-held-out" if held_out else "digits", patch=patch, table=table)
 
     def read(self, index: int) -> Float32[np.ndarray, "n_img c_in"]:

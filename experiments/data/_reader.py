@@ -56,6 +56,7 @@ class StepReader:
                 f"{list(self.local_devices)}, num_devices={num_devices}."
             )
         self.channels, self.text_channels, self.pooled_channels = _common_widths(sampler.sources)
+        self.labelled = all(source.labels is not None for source in sampler.sources)
         self.tally = BadTally(BadLimit() if bad_limit is None else bad_limit, "StepReader")
 
     def read(self, t: int) -> StepData:
@@ -91,6 +92,7 @@ class StepReader:
             text_channels=self.text_channels,
             pooled_channels=self.pooled_channels,
             bad=tuple(bad),
+            labels=tuple(self._label(index, s) for s in local.tolist()) if self.labelled else None,
         )
 
     def _source(self, index: StepIndex, sequence: int) -> tuple[Source, int]:
@@ -120,6 +122,11 @@ class StepReader:
         if index.dropped[sequence]:
             return np.zeros(self.pooled_channels, np.float32)
         return source.pooled(sample)
+
+    def _label(self, index: StepIndex, sequence: int) -> int:
+        source, sample = self._source(index, sequence)
+        assert source.labels is not None
+        return int(source.labels[sample])
 
 
 def _common_widths(sources: Sequence[Source]) -> tuple[int, int, int]:

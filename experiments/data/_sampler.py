@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from experiments.data._hash import digest_of, hash_uniform
+from experiments.data._streams import expected_lengths
 from experiments.data._types import DataError, Source, StepIndex, SteppedSource
 from experiments.data._window import Drawn, WindowPlan
 
@@ -18,17 +19,18 @@ class StepSampler:
 
     A step holds whole sequences of all sources, at most `token_budget` tokens together, whatever the number
     of devices and processes. Every source is shuffled anew each epoch and loses or repeats nothing in one.
-    Short and long sequences are spread evenly over steps, so steps are nearly equally full. Captions keep
-    their room in the budget when they are dropped. A `SteppedSource` (synthetic codes) decides its own steps
-    and must be the only source.
+    Steps are nearly equally full, and each source is spread evenly over them: it is in every step when it has
+    as many samples as steps. Captions are dropped at an even pace, so what they leave free is planned with.
+    A `SteppedSource` (synthetic codes) decides its own steps and must be the only source.
 
     Args:
       sources: where sequences come from.
-      weights: share of the *tokens* each source gets, any positive scale; None gives every sample of every
-        source the same chance. Small sources repeat more often, which `StepIndex.epoch` shows.
+      weights: share of the *tokens* each source gets, dropped captions not counted, any positive scale; None
+        gives every sample of every source the same chance. Small sources repeat more often, which
+        `StepIndex.epoch` shows.
       token_budget: most tokens (image + text) in a step; None only with a `SteppedSource`.
       seed: of shuffles and caption dropout.
-      caption_dropout: probability that a sequence is shown without its caption.
+      caption_dropout: probability that a sequence is shown without its caption and label.
       max_sequences: most sequences in a step; None means as many as the budget takes.
 
     Raises:
@@ -59,12 +61,15 @@ class StepSampler:
             self.expected_fill = 1.0
         else:
             self.token_budget = checked_budget(self.sources, token_budget)
-            self.max_sequences = sequence_limit(self.sources, self.token_budget, max_sequences)
+            self.max_sequences = sequence_limit(
+                self.sources, self.token_budget, max_sequences, caption_dropout=caption_dropout
+            )
             self._plan = WindowPlan(
                 self.sources,
                 weights=shares,
                 token_budget=self.token_budget,
                 seed=seed,
+                caption_dropout=caption_dropout,
                 max_sequences=self.max_sequences,
             )
             self.expected_fill = self._plan.expected_fill
@@ -76,8 +81,7 @@ class StepSampler:
         if t < 0:
             raise ValueError(f"StepSampler.step: t must be at least 0; got t={t}.")
         drawn = self._plan.draw(t) if self._plan is not None else self._stepped_draw(t)
-        chance = hash_uniform(self.seed, drawn.source, drawn.epoch, drawn.index)
-        return step_index(self.sources, t, drawn, dropped=chance < self.caption_dropout)
+        return step_index(self.sources, t, drawn)
 
     def _stepped_draw(self, t: int) -> Drawn:
         source = self._stepped
@@ -86,10 +90,11 @@ class StepSampler:
         epoch, block = divmod(t, len(source) // size)
         index = block * size + np.arange(size)
         zeros = np.zeros(size, np.int64)
-        return Drawn(zeros, index, zeros + epoch, total_lengths(source)[index])
+        dropped = hash_uniform(self.seed, zeros + epoch, index) < self.caption_dropout
+        return Drawn(zeros, index, zeros + epoch, dropped, total_lengths(source)[index])
 
 
-def step_index(sources: Sequence[Source], t: int, drawn: Drawn, *, dropped: np.ndarray) -> StepIndex:
+def step_index(sources: Sequence[Source], t: int, drawn: Drawn) -> StepIndex:
     """Looks up sizes of drawn samples: arrays over the S sequences of a step."""
     num = len(drawn.index)
     grid, image, text = np.zeros((num, 3), np.int32), np.zeros(num, np.int32), np.zeros(num, np.int32)
@@ -99,7 +104,7 @@ def step_index(sources: Sequence[Source], t: int, drawn: Drawn, *, dropped: np.n
         grid[where] = source.grids[index]
         image[where] = source.image_lengths[index]
         text[where] = source.text_lengths[index]
-    text = np.where(dropped, 0, text).astype(np.int32)
+    text = np.where(drawn.dropped, 0, text).astype(np.int32)
     stepped = _sole_stepped_source(sources)
     return StepIndex(
         step=t,
@@ -110,7 +115,7 @@ def step_index(sources: Sequence[Source], t: int, drawn: Drawn, *, dropped: np.n
         image_lengths=image,
         text_lengths=text,
         lengths=(image + text).astype(np.int32),
-        dropped=np.asarray(dropped, bool),
+        dropped=drawn.dropped,
         loss_weight=np.ones(num, np.float32),
         home_rank=None if stepped is None else stepped.home_ranks[drawn.index].astype(np.int32),
         num_ranks=0 if stepped is None else stepped.num_ranks,
@@ -143,7 +148,7 @@ def validated_shares(
     if not 0.0 <= dropout <= 1.0:
         raise ValueError(f"StepSampler: caption_dropout must be in [0, 1]; got caption_dropout={dropout}.")
     if weights is None:
-        weights = [float(total_lengths(s).sum()) for s in sources]
+        weights = [float(expected_lengths(s, dropout).sum()) for s in sources]
     if len(weights) != len(sources):
         raise ValueError(
             f"StepSampler: one weight per source; got {len(weights)} weights, {len(sources)} sources."
@@ -176,11 +181,14 @@ def checked_budget(sources: Sequence[Source], token_budget: int | None) -> int:
     return token_budget
 
 
-def sequence_limit(sources: Sequence[Source], budget: int, max_sequences: int | None) -> int:
-    """The most sequences of a step; plans count captions even where they are dropped later."""
+def sequence_limit(
+    sources: Sequence[Source], budget: int, max_sequences: int | None, *, caption_dropout: float = 0.0
+) -> int:
+    """The most sequences of a step: as many of the shortest as fit, with the captions that are not dropped."""
     if max_sequences is not None and max_sequences < 1:
         raise ValueError(f"StepSampler: max_sequences must be at least 1; got max_sequences={max_sequences}.")
-    most = budget // max(min(int(total_lengths(s).min()) for s in sources), 1)
+    shortest = min(float(expected_lengths(s, caption_dropout).min()) for s in sources)
+    most = budget // max(math.ceil(shortest), 1)
     return most if max_sequences is None else min(most, max_sequences)
 
 

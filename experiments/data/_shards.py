@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import json
 import re
@@ -15,6 +16,8 @@ from experiments.data._media import MediaRules, MediaSource, scan_media
 from experiments.data._types import DataError
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+# A label + 1 must fit int32.
+_MAX_LABEL = 2**31 - 2
 # Where a json member keeps the caption, in order of preference.
 _JSON_FIELDS = ("caption", "text")
 
@@ -40,14 +43,17 @@ def expand_shards(pattern: str) -> list[Path]:
 
 
 class WebDatasetShards(MediaSource):
-    """Tar shards whose members share a key up to the first dot: an image or video, and a txt or json caption.
+    """Tar shards whose members share a key up to the first dot: an image or video, a txt or json caption.
+
+    Samples are labelled by a `cls` member with an integer, where every one has it.
 
     Args:
       pattern: paths with wildcards or ranges; shards are uncompressed.
       rules: how files become sequences.
 
     Raises:
-      DataError: no shard or no sample, captions are missing, or too many members cannot be read.
+      DataError: no shard or no sample, captions are missing, a caption or label is malformed, or too many
+        members cannot be read.
     """
 
     def __init__(self, pattern: str, *, rules: MediaRules):
@@ -63,28 +69,33 @@ class WebDatasetShards(MediaSource):
         super().__init__(title, files=files, rules=rules)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    """What the members of a shard hold, by key."""
+
+    media: dict[str, MediaEntry] = dataclasses.field(default_factory=dict)
+    captions: dict[str, str] = dataclasses.field(default_factory=dict)
+    labels: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
 def _scan_shard(path: Path) -> list[MediaEntry]:
     """One entry per key with an image or video, in the order of the shard."""
-    media: dict[str, MediaEntry] = {}
-    captions: dict[str, str] = {}
+    found = _Found()
     try:
         with tarfile.open(path, "r:") as shard:
             for member in shard:
                 if member.isfile():
-                    _add_member(path, shard, member, media, captions)
+                    _add_member(path, shard, member, found)
     except (tarfile.TarError, OSError, EOFError) as error:
         # What was read before the damage would be a silently smaller data set.
         return [MediaEntry(str(path), 0, 0, 0, 0, 0, None, f"not a readable, uncompressed tar file: {error}")]
-    return [scan_media(path, entry)._replace(caption=captions.get(key)) for key, entry in media.items()]
+    return [
+        scan_media(path, entry)._replace(caption=found.captions.get(key), label=found.labels.get(key))
+        for key, entry in found.media.items()
+    ]
 
 
-def _add_member(
-    path: Path,
-    shard: tarfile.TarFile,
-    member: tarfile.TarInfo,
-    media: dict[str, MediaEntry],
-    captions: dict[str, str],
-) -> None:
+def _add_member(path: Path, shard: tarfile.TarFile, member: tarfile.TarInfo, found: _Found) -> None:
     folder, _, base = member.name.rpartition("/")
     stem, _, extension = base.partition(".")
     key, extension = f"{folder}/{stem}", extension.lower()
@@ -92,17 +103,19 @@ def _add_member(
     if not stem:  # hidden files
         return
     if f".{extension}" in MEDIA_SUFFIXES:
-        if key in media:
+        if key in found.media:
             raise DataError(
-                f"WebDatasetShards: a key may have one image or video; got '{media[key].name}' and '{name}'. "
-                "Rename one."
+                f"WebDatasetShards: a key may have one image or video; got '{found.media[key].name}' and "
+                f"'{name}'. Rename one."
             )
-        media[key] = MediaEntry(name, member.offset_data, member.size, 0, 0, 0)
+        found.media[key] = MediaEntry(name, member.offset_data, member.size, 0, 0, 0)
     elif extension in ("txt", "json"):
         raw = _member_bytes(shard, member)
         caption = _caption(name, extension, raw)
-        if caption is not None and (extension == "txt" or key not in captions):
-            captions[key] = caption
+        if caption is not None and (extension == "txt" or key not in found.captions):
+            found.captions[key] = caption
+    elif extension == "cls":
+        found.labels[key] = _label(name, _member_bytes(shard, member))
 
 
 def _member_bytes(shard: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
@@ -111,6 +124,16 @@ def _member_bytes(shard: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
         raise tarfile.TarError(f"member {member.name} has no content")
     with file:
         return file.read()
+
+
+def _label(name: str, raw: bytes) -> int:
+    text = raw.decode(errors="replace").strip()
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= _MAX_LABEL):
+        raise DataError(
+            f"WebDatasetShards: a cls member must hold an integer of at least 0; got '{text[:20]}' in "
+            f"'{name}'. Repair it."
+        )
+    return int(text)
 
 
 def _caption(name: str, extension: str, raw: bytes) -> str | None:

@@ -8,7 +8,7 @@ import re
 import numpy as np
 from jaxtyping import Float32, Float64, Int32, Int64
 
-from experiments.data._hash import digest_of
+from experiments.data._hash import digest_of, hash_uniform
 from experiments.data._types import TextRows
 
 _CODE = re.compile(r"g(\d+)b(\d+)i(\d+)f(\d+)s([01])")
@@ -69,12 +69,14 @@ class SyntheticRows:
       text_channels: features of a text row; 0 makes text bytes.
       pooled_channels: features of the per-sequence text vector.
       max_text: text tokens are uniform in 0 .. max_text.
+      num_classes: labels are uniform in 0 .. num_classes - 1; 0 gives none.
     """
 
     channels: int = 64
     text_channels: int = 0
     pooled_channels: int = 0
     max_text: int = MAX_TEXT
+    num_classes: int = 0
 
 
 class SyntheticCodes:
@@ -133,6 +135,7 @@ class SyntheticCodes:
         self.grids, self.image_lengths = _stretch(np.tile(nominal, (num_steps, 1)), factor.reshape(-1))
         texts = np.random.default_rng([seed, 1]).integers(0, rows.max_text + 1, len(self.home_ranks))
         self.text_lengths = texts.astype(np.int32)
+        self.labels = _labels(seed, len(self.home_ranks), rows.num_classes)
         self.digest = digest_of([codes, repr(rows), repr((self.num_ranks, num_steps, seed))])
 
     def __len__(self) -> int:
@@ -164,6 +167,15 @@ class SyntheticCodes:
         rng = np.random.default_rng([self._seed, 4, index])
         shape = (int(self.image_lengths[index]), self.channels)
         return rng.random(shape, np.float32) * np.float32(2.0) - np.float32(1.0)
+
+
+def _labels(seed: int, num: int, num_classes: int) -> Int32[np.ndarray, " n"] | None:
+    if num_classes < 0:
+        raise ValueError(f"SyntheticRows: num_classes must not be negative; got num_classes={num_classes}.")
+    if not num_classes:
+        return None
+    chance = hash_uniform(seed, np.full(num, 5), np.arange(num))
+    return np.floor(chance * num_classes).astype(np.int32)
 
 
 def _stretch(

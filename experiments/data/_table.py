@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float32, Int32, UInt8
+from jaxtyping import Float32, Int, Int32, UInt8
 
 from experiments.data._hash import digest_of
 
@@ -39,12 +39,14 @@ class SampleTable:
       split_names: samples that share one are kept on one side of a split.
       grids: patches (t, h, w).
       captions: UTF-8 bytes.
+      labels: classes, or None.
     """
 
     names: Sequence[str]
     split_names: Sequence[str]
     grids: Int32[np.ndarray, "n 3"]
     captions: Sequence[bytes]
+    labels: Int[np.ndarray, " n"] | None = None
 
 
 class TableSource:
@@ -66,8 +68,11 @@ class TableSource:
         self.grids = np.asarray(table.grids, np.int32).reshape(-1, 3)
         self.image_lengths = self.grids.prod(axis=1, dtype=np.int64).astype(np.int32)
         self.text_lengths = np.asarray([len(c) for c in table.captions], np.int32)
+        self.labels = None if table.labels is None else np.asarray(table.labels, np.int32)
         self._table = table
-        self.digest = digest_of([name, str(patch), self.grids.tobytes(), *table.names, *table.captions])
+        labels = "" if self.labels is None else self.labels.tobytes()
+        sizes = self.grids.tobytes()
+        self.digest = digest_of([name, str(patch), sizes, labels, *table.names, *table.captions])
 
     def __len__(self) -> int:
         """Number of samples."""

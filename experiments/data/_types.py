@@ -34,7 +34,8 @@ class Source(Protocol):
       image_lengths: image tokens of every sample. Equal to t * h * w, except for synthetic codes whose
         published formula gives counts that no rectangle has: there the last of the t * h * w are missing.
       text_lengths: text tokens of every sample.
-      digest: hash of names, sizes and captions; equal on two processes (or before and after a resume)
+      labels: class of every sample, at least 0; None where the samples have none.
+      digest: hash of names, sizes, captions and labels; equal on two processes (or before and after a resume)
         exactly when they see the same data.
     """
 
@@ -46,6 +47,7 @@ class Source(Protocol):
     grids: Int32[np.ndarray, "n 3"]
     image_lengths: Int32[np.ndarray, " n"]
     text_lengths: Int32[np.ndarray, " n"]
+    labels: Int32[np.ndarray, " n"] | None
     digest: str
 
     def __len__(self) -> int:
@@ -99,7 +101,7 @@ class StepIndex:
       image_lengths: image tokens.
       text_lengths: text tokens, 0 where the caption is dropped.
       lengths: image + text tokens.
-      dropped: True where the caption is dropped (for classifier-free guidance).
+      dropped: True where the caption and the label are dropped (for classifier-free guidance).
       loss_weight: weight of the sequence's tokens in the loss.
       home_rank: rank each sequence starts on (synthetic codes), else None.
       num_ranks: number of those ranks, else 0.
@@ -163,6 +165,7 @@ class StepData:
       loss_weight: per local sequence; 0 for an unreadable one.
       channels, text_channels, pooled_channels: as in `Source`; a process without a sequence needs them too.
       bad: names of the local samples that could not be read.
+      labels: per local sequence, its class, dropped or not; None when any source of the run has none.
     """
 
     index: StepIndex
@@ -177,3 +180,4 @@ class StepData:
     text_channels: int = 0
     pooled_channels: int = 0
     bad: tuple[str, ...] = ()
+    labels: tuple[int, ...] | None = None

@@ -39,6 +39,7 @@ class Subset:
         self.grids = source.grids[self._indices]
         self.image_lengths = source.image_lengths[self._indices]
         self.text_lengths = source.text_lengths[self._indices]
+        self.labels = None if source.labels is None else source.labels[self._indices]
         self.digest = digest_of([source.digest, self._indices.tobytes()])
 
     def __len__(self) -> int:
@@ -146,6 +147,7 @@ class ValidationSampler:
             source=np.repeat(np.arange(len(lengths)), [len(x) for x in lengths]),
             index=np.concatenate([np.arange(len(x)) for x in lengths]),
             epoch=np.zeros(sum(len(x) for x in lengths), np.int64),
+            dropped=np.zeros(sum(len(x) for x in lengths), bool),
             length=np.concatenate(lengths),
         )
         self._starts = _cut(self._all.length, budget=token_budget, max_items=self.max_sequences)
@@ -163,7 +165,7 @@ class ValidationSampler:
                 f"ValidationSampler.step: t must be in 0..{self.num_steps - 1}; got t={t}. It is one pass."
             )
         drawn = self._all.take(np.arange(self._starts[t], self._starts[t + 1]))
-        return step_index(self.sources, t, drawn, dropped=np.zeros(len(drawn.index), bool))
+        return step_index(self.sources, t, drawn)
 
 
 def _cut(lengths: np.ndarray, *, budget: int, max_items: int) -> list[int]:

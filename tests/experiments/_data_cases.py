@@ -24,8 +24,9 @@ class ListSource:
     text_channels = 0
     pooled_channels = 0
 
-    def __init__(self, name, image_lengths, text_lengths=None, bad=()):
+    def __init__(self, name, image_lengths, text_lengths=None, bad=(), labels=None):
         self.name = name
+        self.labels = None if labels is None else np.asarray(labels, np.int32)
         self.image_lengths = np.asarray(image_lengths, np.int32)
         num = len(self.image_lengths)
         self.text_lengths = (

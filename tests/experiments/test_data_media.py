@@ -48,6 +48,19 @@ def test_portrait_and_landscape_keep_their_shape_and_are_never_cropped(tmp_path)
     np.testing.assert_array_equal(frames_of(source, 2)[0], gradient_image(48, 40))
 
 
+def test_labels_are_the_top_level_folders_where_every_file_is_in_one(tmp_path):
+    for name in ("wolf/1.png", "cat/x/2.png", "cat/3.png", "ant/4.png"):
+        save_image(tmp_path / name, 16, 16)
+    source = ImageFolder(tmp_path, rules=RULES)
+    assert names_of(source) == ["ant/4.png", "cat/3.png", "cat/x/2.png", "wolf/1.png"]
+    assert source.labels.dtype == np.int32
+    assert source.labels.tolist() == [0, 1, 1, 2]
+    (tmp_path / "ant" / "4.png").write_bytes(b"?")  # renumbers nothing
+    assert ImageFolder(tmp_path, rules=RULES).labels.tolist() == [1, 1, 2]
+    save_image(tmp_path / "loose.png", 16, 16)
+    assert ImageFolder(tmp_path, rules=RULES).labels is None
+
+
 def test_exif_orientation_is_honoured(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # stored on its side: turn it clockwise to look at it

@@ -143,6 +143,46 @@ def test_features_and_pooled_vectors_are_laid_out():
         collate_home(data, image_capacity=16, text_capacity=8, sequence_capacity=3)
 
 
+def labelled_sampler(**changes):
+    sources = [
+        ListSource("a", [5] * 20, [2] * 20, labels=np.arange(20) % 7),
+        ListSource("b", [9] * 20, [1] * 20, labels=np.full(20, 30)),
+    ]
+    for name, labels in changes.items():
+        next(s for s in sources if s.name == name).labels = labels
+    return StepSampler(sources, token_budget=100, caption_dropout=0.3, seed=2)
+
+
+def test_labels_make_a_table_that_names_dropped_ones():
+    step_sampler = labelled_sampler()
+    capacity = {"image_capacity": 100, "text_capacity": 50, "sequence_capacity": 40}
+    dropped = 0
+    for t in range(3):
+        parts = [StepReader(step_sampler, local_devices=d, num_devices=3).read(t) for d in ([0, 2], [1])]
+        tables = [collate_home(part, **capacity).labels for part in parts]
+        assert [(x.shape, x.dtype) for x in tables] == [((2, 40), np.int32), ((1, 40), np.int32)]
+        table = np.concatenate(tables).sum(axis=0)
+        index = parts[0].index
+        known = np.where(index.source == 0, index.index % 7, 30)
+        num = index.num_sequences
+        np.testing.assert_array_equal(table[:num], np.where(index.dropped, -1, known + 1))
+        assert not table[num:].any()
+        np.testing.assert_array_equal(known[parts[1].sequences], parts[1].labels)
+        dropped += index.dropped.sum()
+    assert dropped
+    with pytest.raises(ValueError, match="sequence_capacity=1"):
+        collate_home(parts[0], **(capacity | {"sequence_capacity": 1}))
+
+
+def test_there_are_no_labels_where_a_source_has_none_and_no_negative_ones():
+    data = StepReader(labelled_sampler(b=None), local_devices=[0], num_devices=1).read(0)
+    assert data.labels is None
+    assert collate_home(data, image_capacity=100, text_capacity=50).labels is None
+    data = StepReader(labelled_sampler(b=np.full(20, -1, np.int32)), local_devices=[0], num_devices=1).read(0)
+    with pytest.raises(ValueError, match="labels must be at least 0; got label=-1"):
+        collate_home(data, image_capacity=100, text_capacity=50)
+
+
 def test_unreadable_samples_keep_their_place_without_loss(caplog):
     good = StepReader(sampler(), local_devices=range(2), num_devices=2)
     broken = StepReader(
@@ -180,7 +220,7 @@ def test_few_unreadable_samples_are_no_reason_to_stop():
 def test_content_of_another_size_than_indexed_is_unreadable():
     sample = sampler.__wrapped__()
     sample.sources[0].image_lengths += 1  # what a file changed under a running program looks like
-    reader = StepReader(sample, local_devices=[0], num_devices=1)
+    reader = StepReader(sample, local_devices=[0], num_devices=1, bad_limit=BadLimit(1.0, 10**6))
     sample.step(0)
     sample.sources[0].read = lambda index: np.zeros((1, CHANNELS), np.float32)
     assert any("a-" in name for name in reader.read(0).bad)

@@ -7,7 +7,8 @@ import pytest
 from _data_cases import ListSource
 
 from experiments.data import DataError, Source, StepSampler
-from experiments.data._packing import length_classes, pack, pack_balanced, pack_tight
+from experiments.data import _window as window
+from experiments.data._packing import length_classes, pack, pack_balanced, pack_spread, pack_tight
 
 
 def mixed_sources():
@@ -90,11 +91,63 @@ def test_a_sample_is_always_dropped_or_never_within_an_epoch_and_at_the_wanted_r
     sampler = StepSampler([source], token_budget=4000, caption_dropout=0.3, seed=0)
     steps = [sampler.step(t) for t in range(25)]
     dropped = np.concatenate([s.dropped for s in steps])
-    assert dropped.mean() == pytest.approx(0.3, abs=0.03)
+    assert dropped.mean() == pytest.approx(0.3, abs=0.01)
     for step in steps:
         np.testing.assert_array_equal(step.text_lengths, np.where(step.dropped, 0, 10))
         np.testing.assert_array_equal(step.lengths, step.image_lengths + step.text_lengths)
     assert not StepSampler([source], token_budget=4000, seed=0).step(0).dropped.any()
+    assert StepSampler([source], token_budget=4000, caption_dropout=1.0).step(0).dropped.all()
+
+
+def test_every_sample_loses_its_caption_in_some_epoch():
+    source = ListSource("s", np.arange(20, 60), np.full(40, 10))
+    sampler = StepSampler([source], token_budget=500, caption_dropout=0.25, seed=0)
+    steps = [sampler.step(t) for t in range(600)]
+    index, dropped = (np.concatenate([getattr(s, f) for s in steps]) for f in ("index", "dropped"))
+    rate = np.bincount(index, weights=dropped) / np.bincount(index)
+    np.testing.assert_allclose(rate, 0.25, atol=0.12)  # about 150 epochs: 3.4 standard deviations
+    # Steps are mixed: not all of one kind.
+    assert np.mean([0 < s.dropped.sum() < s.num_sequences for s in steps]) > 0.9
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.5, 1.0])
+def test_what_dropped_captions_leave_free_is_used(dropout):
+    rng = np.random.default_rng(0)
+    sources = [
+        ListSource("captions", rng.integers(4, 20, 300), rng.integers(20, 60, 300)),
+        ListSource("pictures", rng.integers(40, 90, 40), rng.integers(0, 30, 40)),
+    ]
+    sampler = StepSampler(sources, weights=[3, 1], token_budget=1024, caption_dropout=dropout, seed=0)
+    steps = [sampler.step(t) for t in range(512)]
+    totals = np.asarray([step.lengths.sum() for step in steps])
+    assert totals.max() <= 1024
+    assert totals.mean() > 0.95 * 1024
+    assert sampler.expected_fill == pytest.approx(totals.mean() / 1024, abs=0.01)
+    tokens = sum(np.bincount(s.source, weights=s.lengths, minlength=2) for s in steps)
+    np.testing.assert_allclose(tokens / tokens.sum(), [0.75, 0.25], atol=0.01)
+    assert np.concatenate([s.dropped for s in steps]).mean() == pytest.approx(dropout, abs=0.005)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_the_packing_of_the_worst_case_holds_whatever_is_drawn(monkeypatch, dropout):
+    monkeypatch.setattr(window, "pack_spread", lambda *_, **__: None)
+    monkeypatch.setattr(window, "pack_balanced", lambda *_, **__: None)
+    sampler = StepSampler(
+        mixed_sources(), weights=[2, 1, 1], token_budget=1024, caption_dropout=dropout, seed=0
+    )
+    totals = [sampler.step(t).lengths.sum() for t in range(600)]
+    assert 0 < min(totals) <= max(totals) <= 1024
+
+
+def test_each_source_is_in_every_step_when_it_has_enough_samples():
+    sources = [*mixed_sources()[:2], ListSource("middle too", np.arange(100, 140))]
+    sampler = StepSampler(sources, weights=[2, 1, 1], token_budget=1024, seed=0)
+    steps = [sampler.step(t) for t in range(256)]
+    shares = np.asarray([np.bincount(s.source, weights=s.lengths, minlength=3) / 1024 for s in steps])
+    assert shares.min() > 0.05
+    assert shares[:, 1].std() < 0.03
+    totals = np.asarray([s.lengths.sum() for s in steps])
+    assert totals.min() > 0.9 * 1024
 
 
 def test_max_sequences_is_kept():
@@ -193,6 +246,15 @@ def test_packing_respects_both_limits_or_says_no():
         assert np.bincount(bins, minlength=40).max() <= 6
         assert rule(sizes, num_bins=40, capacity=200, max_items=4) is None
         assert rule(sizes, num_bins=40, capacity=int(sizes.sum()) // 40 - 1, max_items=200) is None
+    # Groups of 20 and 180 items in 10 bins: loads stay even, and the small group is even too.
+    groups = np.asarray([0] * 20 + [1] * 180)
+    spread = pack_spread(sizes, groups, num_bins=10, capacity=700, max_items=200)
+    loads = np.bincount(spread, weights=sizes, minlength=10)
+    assert np.ptp(loads) <= 3
+    first = np.bincount(spread[:20], weights=sizes[:20], minlength=10)
+    np.testing.assert_allclose(first, sizes[:20].sum() / 10, rtol=0.15)
+    assert pack_spread(sizes, groups, num_bins=10, capacity=int(sizes.sum()) // 10 - 1, max_items=200) is None
+    assert pack_spread(sizes, groups, num_bins=10, capacity=700, max_items=19) is None
     # Only the tight rule solves this one: 6 and 4, 5 and 5.
     assert pack_balanced(np.asarray([6, 5, 5, 4]), num_bins=2, capacity=10, max_items=2) is not None
     assert pack(np.asarray([5, 5, 4, 4, 2]), num_bins=2, capacity=10, max_items=3) is not None

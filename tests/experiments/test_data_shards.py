@@ -48,6 +48,30 @@ def test_members_are_grouped_by_key_and_read_in_any_order(tmp_path):
     np.testing.assert_array_equal(frames_of(source, 0)[0], gradient_image(16, 32, seed=1))
 
 
+def test_labels_are_cls_members_where_every_sample_has_one(tmp_path, caplog):
+    two_shards(tmp_path)
+    rules = MediaRules(patch=8, max_tokens=64, max_frames=2, index_folder=tmp_path / "cache")
+    pattern = str(tmp_path / "train-*.tar")
+    some = WebDatasetShards(pattern, rules=rules)
+    assert some.labels is None
+    assert "no labels, since 2 files have none: train-000.tar:b.png" in caplog.text
+    one = WebDatasetShards(str(tmp_path / "train-001.tar"), rules=rules)
+    assert one.labels.tolist() == [3]
+    save_tar(
+        tmp_path / "train-000.tar",
+        [("b.png", image_bytes(16, 32)), ("b.txt", b"b"), ("b.cls", b" 12\n"), ("c.cls", b"1")],
+    )
+    for _ in range(2):  # scanned, and from the index file
+        source = WebDatasetShards(pattern, rules=rules)
+        assert source.labels.dtype == np.int32
+        assert source.labels.tolist() == [12, 3]
+    save_tar(
+        tmp_path / "train-000.tar",
+        [("b.png", image_bytes(16, 32)), ("b.txt", b"b"), ("b.cls", b"13")],
+    )
+    assert WebDatasetShards(pattern, rules=rules).digest != source.digest
+
+
 def test_ranges_and_wildcards_name_the_same_shards(tmp_path):
     two_shards(tmp_path)
     a = WebDatasetShards(str(tmp_path / "train-{000..001}.tar"), rules=RULES)
@@ -101,6 +125,11 @@ def test_damaged_members_and_shards_are_skipped_and_named(tmp_path, caplog):
         ([("a.png", 0), ("a.json", b"{nonsense")], "UTF-8 text or JSON"),
         ([("a.png", 0), ("a.txt", b"\xff\xfe\xff")], "UTF-8 text or JSON"),
         ([("a.png", 0), ("a.json", b'{"other": "x"}')], r"1 of 1 without: s.tar:a.png"),
+        (
+            [("a.png", 0), ("a.txt", b"x"), ("a.cls", b"dog")],
+            "integer of at least 0; got 'dog' in 's.tar:a.cls'",
+        ),
+        ([("a.png", 0), ("a.txt", b"x"), ("a.cls", b"2147483647")], "integer of at least 0"),
         ([("a.txt", b"only text")], "must be images or videos"),
     ],
 )

@@ -112,6 +112,24 @@ def test_content_is_deterministic_and_has_the_wanted_widths():
     assert not data.bad
 
 
+def test_labels_are_uniform_deterministic_and_part_of_the_digest():
+    def source(num_classes, seed=0):
+        rows = SyntheticRows(num_classes=num_classes)
+        return SyntheticCodes("g1b50i64f1s0", rows=rows, num_steps=40, seed=seed)
+
+    labels = source(10).labels
+    assert labels.dtype == np.int32
+    np.testing.assert_array_equal(labels, source(10).labels)
+    counts = np.bincount(labels, minlength=10)
+    assert len(counts) == 10
+    assert counts.min() > 140  # 200 each, standard deviation 13
+    assert (source(10, seed=1).labels != labels).any()
+    assert source(0).labels is None
+    assert source(0).digest != source(10).digest != source(11).digest
+    with pytest.raises(ValueError, match="num_classes must not be negative"):
+        source(-1)
+
+
 @pytest.mark.parametrize(
     "codes", ["", "g1b1i256f1", "g1b1i256f1s2", "g0b1i256f1s0", "g1b1i15f1s0", "g1b1i256f1s0,"]
 )

@@ -32,6 +32,14 @@ def test_parts_are_disjoint_complete_and_keep_content():
     assert len(split_source(source, count=60)[1]) == 60
 
 
+def test_parts_keep_labels():
+    source = ListSource("s", np.ones(50), labels=np.arange(50) * 3)
+    for part in split_source(source, count=10):
+        names = [int(part.sample_name(i)[2:]) * 3 for i in range(len(part))]
+        np.testing.assert_array_equal(part.labels, names)
+    assert split_source(ListSource("s", np.ones(9)), count=2)[0].labels is None
+
+
 def test_new_data_moves_no_old_sample_across():
     small, large = ListSource("s", np.ones(200)), ListSource("s", np.ones(500))
     old = split_source(small, fraction=0.3)[1]
