@@ -14,6 +14,7 @@ for each round that carries anything, each as large as its busiest pair, or one 
 The choice of platform is made when the program is lowered.
 """
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
@@ -167,9 +168,12 @@ class Route:
 def _positions(rows: Int[Array, " runs"], size: int) -> tuple[Int[Array, " size"], Int[Array, " size"]]:
     """The run that each of `size` slots belongs to, and the slot's place in it; past the end, (runs, 0)."""
     stop = jnp.cumsum(rows)
+    start = stop - rows
     slot = jnp.arange(size, dtype=jnp.int32)
-    run = jnp.searchsorted(stop, slot, side="right", method="scan_unrolled").astype(jnp.int32)
-    return run, slot - jnp.append(stop - rows, 0)[run]
+    # Runs that start at or before a slot, less one: cheaper than a binary search for every slot.
+    started = jnp.cumsum(jnp.zeros(size, jnp.int32).at[start].add(1, mode="drop"))
+    run = jnp.where(slot < stop[-1], started - 1, rows.shape[0])
+    return run, slot - jnp.append(start, 0)[run]
 
 
 def placed_rows(
@@ -180,9 +184,14 @@ def placed_rows(
 ) -> Int[Array, " size"]:
     """B rows by the placement formula of `solver`: base + (k // per_group) * group + (k % per_group) * stride + row."""
     base, first, per_group, group, stride = fields[run].T
-    k = first + head
-    per_group = jnp.maximum(per_group, 1)
-    return base + (k // per_group) * group + (k % per_group) * stride + row
+    whole, rest = _divmod(first + head, jnp.maximum(per_group, 1))
+    return base + whole * group + rest * stride + row
+
+
+def _divmod(a: Int[Array, " n"], b: Int[Array, " n"]) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
+    """Of numbers that are not negative: `//` and `%` would round towards minus infinity, at several times the cost."""
+    whole = lax.div(a, b)
+    return whole, a - whole * b
 
 
 def run_rows(
@@ -196,8 +205,8 @@ def run_rows(
     run, within = _positions(heads * length, size)
     valid = run < num_runs
     run = jnp.minimum(run, num_runs - 1)
-    length = jnp.maximum(length, 1)[run]
-    return run, jnp.where(valid, within // length, 0), jnp.where(valid, within % length, -1)
+    head, row = _divmod(within, jnp.maximum(length, 1)[run])
+    return run, jnp.where(valid, head, 0), jnp.where(valid, row, -1)
 
 
 def expand_route(
@@ -369,7 +378,7 @@ def exchange(rows: Any, route: Route, *, axis_name: AxisName) -> Any:
         groups.setdefault(leaf.dtype, []).append(i)
     out: list[Any] = [None] * len(leaves)
     for members in groups.values():
-        flat = [leaves[i].reshape(rows_in, -1) for i in members]
+        flat = [leaves[i].reshape(rows_in, math.prod(leaves[i].shape[1:])) for i in members]
         joined = jnp.concatenate(flat, axis=1) if len(flat) > 1 else flat[0]
         if jnp.issubdtype(joined.dtype, jnp.inexact):
             moved = _exchange_rows(axis_name, route, joined)

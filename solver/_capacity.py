@@ -82,7 +82,7 @@ class StepCapacity:
             ValueError: if no program can hold both: block sizes differ, or only one is padded.
         """
         _check_same_program("StepCapacity.grown", self, needs)
-        return _merge(self, needs)
+        return _merge(with_queries_of(self, needs), with_queries_of(needs, self))
 
 
 # Headroom by field: what an unused slot costs decides it.
@@ -115,7 +115,7 @@ def _merge(current: _Sizes, needs: _Sizes) -> _Sizes:
         name = field.name
         have, want = getattr(current, name), getattr(needs, name)
         if isinstance(want, RouteCapacity):
-            grown = _with_headroom(want) if have is None else _merge(have, want)
+            grown = _merge(have, want)
         elif isinstance(want, tuple):
             grown = _merge_rounds(have, want)
         elif want is None or want <= have:
@@ -144,6 +144,13 @@ def _with_headroom(needs: _Sizes) -> _Sizes:
         elif value is not None and field.name != "block":
             changes[field.name] = _bucketed(field.name, value, needs)
     return dataclasses.replace(needs, **changes)
+
+
+def with_queries_of(sizes: StepCapacity, other: StepCapacity) -> StepCapacity:
+    """The sizes with a query route if the other has one: queries of whole items move as their keys do."""
+    if sizes.query_route is None and other.query_route is not None:
+        return dataclasses.replace(sizes, query_route=sizes.key_route)
+    return sizes
 
 
 def _check_same_program(caller: str, a: StepCapacity, b: StepCapacity) -> None:
@@ -178,13 +185,13 @@ def capacity_for(needs: Iterable[StepCapacity]) -> StepCapacity:
     largest = needs[0]
     for other in needs[1:]:
         _check_same_program("capacity_for", largest, other)
-        largest = _largest(largest, other)
+        largest = _largest(with_queries_of(largest, other), with_queries_of(other, largest))
     return _with_headroom(largest)
 
 
 def _largest(a: Any, b: Any) -> Any:
-    if a is None or b is None:
-        return a if b is None else b
+    if a is None:
+        return None
     if isinstance(a, int):
         return max(a, b)
     if isinstance(a, tuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from solver._capacity import RouteCapacity, StepCapacity, step_needs
+from solver._capacity import RouteCapacity, StepCapacity, step_needs, with_queries_of
 from solver._layout import StepLayout
 from solver._routes import Route, round_of_pair
 
@@ -62,7 +62,8 @@ def _grouped(group: NDArray, values: NDArray, wanted: NDArray, capacity: int) ->
     """Rows of `values`, sorted by `group`, as one padded (capacity, k) table for each wanted group."""
     start = np.searchsorted(group, wanted)
     count = np.searchsorted(group, wanted, side="right") - start
-    out = np.zeros((len(wanted), capacity, values.shape[1]), np.int32)
+    # A table has a run to look at, if only an empty one.
+    out = np.zeros((len(wanted), max(capacity, 1), values.shape[1]), np.int32)
     owner = np.repeat(np.arange(len(wanted)), count)
     within = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
     out[owner, within] = values[start[owner] + within]
@@ -142,7 +143,8 @@ def step_tables(
 
 
 def _check_fits(layout: StepLayout, capacity: StepCapacity) -> None:
-    too_small = _first_too_small(capacity, step_needs(layout, padded=bool(capacity.key_route.rounds)))
+    needs = step_needs(layout, padded=bool(capacity.key_route.rounds))
+    too_small = _first_too_small(capacity, with_queries_of(needs, capacity))
     if too_small:
         name, have, want = too_small
         raise ValueError(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from solver import RouteCapacity, StepCapacity, StepLayout, balance, capacity_for, step_needs, step_tables
 from solver._capacity import bucket
-from tests.oracles import COST, placed_tokens, random_plan, random_step
+from tests.oracles import COST, Step, placed_tokens, plan_of, random_plan, random_step
 
 
 def needs_of(seed, *, divide=True, padded=True, num_devices=4, block=16):
@@ -104,6 +104,21 @@ def test_no_divided_items_no_route_of_their_own():
     assert grown.query_route is not None
     assert grown.fits(whole), "a program that can divide items runs whole ones"
     assert not capacity_for([whole]).fits(divided)
+
+
+def test_queries_of_whole_items_need_the_room_of_their_keys_where_they_move_alone():
+    """A program sized by a small step with divided items, given a large step without any."""
+    small = balance([9], [0], num_devices=4, bags="g4n1", cost=COST, num_heads=3)
+    large = plan_of(Step([200], [0], [0], 4, 3), [(0, 0, 200, 0)], [(0, 0, 3, 0, 200, 1)])
+    small, large = (StepLayout(plan, 16) for plan in (small, large))
+    capacity = capacity_for([step_needs(small)])
+    roomy = replace(capacity.grown(step_needs(large)), query_route=capacity.query_route)
+    with pytest.raises(ValueError, match=r"query_route\.send="):
+        step_tables(large, roomy)
+    assert not roomy.fits(step_needs(large))
+    for grown in (capacity.grown(step_needs(large)), capacity_for([step_needs(s) for s in (large, small)])):
+        assert grown.query_route.send >= step_needs(large).key_route.send
+        step_tables(large, grown)
 
 
 def test_unpadded_needs_ignore_who_talks_to_whom():
