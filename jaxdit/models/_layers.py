@@ -2,6 +2,7 @@
 sinusoids and embedders of per-sequence values stay in float32."""
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,16 +13,19 @@ from jaxtyping import Array, Float, Int
 
 from ._angles import cos_sin
 from ._gather import rows_of_sequences
+from ._rope import RopeTable, apply_rope
 
 __all__ = [
     "EmbedMLP",
     "FinalLayer",
     "Mlp",
     "Modulation",
-    "RMSNorm",
+    "NormScale",
     "add_gated",
+    "gelu",
     "linear",
     "norm_and_modulate",
+    "norm_and_turn",
     "sinusoid",
     "split_modulation",
     "stack_modules",
@@ -63,6 +67,12 @@ def split_modulation(values: Float[Array, "s kd"], num_parts: int) -> list[Modul
     return [Modulation(*parts[3 * i : 3 * i + 3]) for i in range(num_parts)]
 
 
+# Elementwise work between matrix products is recomputed in the backward pass whatever the policy: its
+# intermediates (several float32 arrays of n x d or n x 4d each) cost more to keep and read than to make again.
+recomputed = partial(jax.checkpoint, prevent_cse=False)
+
+
+@recomputed
 def norm_and_modulate(
     x: Float[Array, "n d"], shift: Float[Array, "s d"], scale: Float[Array, "s d"], ids: Int[Array, "n"]
 ) -> Float[Array, "n d"]:
@@ -76,6 +86,7 @@ def norm_and_modulate(
     return normed * (1 + scale_rows) + shift_rows
 
 
+@recomputed
 def add_gated(
     x: Float[Array, "n d"], gate: Float[Array, "s d"], ids: Int[Array, "n"], update: Float[Array, "n d"]
 ) -> Float[Array, "n d"]:
@@ -109,17 +120,28 @@ class EmbedMLP(nnx.Module):
         return self.out_layer(nnx.silu(self.in_layer(x)))
 
 
-class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the channels of a head, in float32."""
+@recomputed
+def gelu(x: Float[Array, "n d"]) -> Float[Array, "n d"]:
+    """GELU in its tanh form."""
+    return nnx.gelu(x, approximate=True)
+
+
+@recomputed
+def norm_and_turn(
+    x: Float[Array, "n h d"], scale: Float[Array, "d"], rope: RopeTable
+) -> Float[Array, "n h d"]:
+    """Turns x / rms(x) * scale, the mean taken over a head's channels; float32 inside, the input's dtype out."""
+    heads = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(heads), axis=-1, keepdims=True)
+    heads = heads * jax.lax.rsqrt(mean_square + NORM_EPSILON) * scale.astype(jnp.float32)[None, None, :]
+    return apply_rope(heads, rope).astype(x.dtype)
+
+
+class NormScale(nnx.Module):
+    """The learned scale of a norm over a head's channels."""
 
     def __init__(self, features: int) -> None:
         self.scale = nnx.Param(jnp.ones((features,), jnp.float32))
-
-    def __call__(self, x: Float[Array, "n h d"]) -> Float[Array, "n h d"]:
-        x = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        scale = self.scale[...].astype(jnp.float32)[None, None, :]
-        return x * jax.lax.rsqrt(mean_square + NORM_EPSILON) * scale
 
 
 class Mlp(nnx.Module):
@@ -130,7 +152,7 @@ class Mlp(nnx.Module):
         self.out_layer = linear(hidden, width, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
-        return self.out_layer(nnx.gelu(self.in_layer(x), approximate=True))
+        return self.out_layer(gelu(self.in_layer(x)))
 
 
 class FinalLayer(nnx.Module):

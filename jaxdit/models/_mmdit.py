@@ -39,10 +39,12 @@ from ._layers import (
     FinalLayer,
     Mlp,
     Modulation,
-    RMSNorm,
+    NormScale,
     add_gated,
+    gelu,
     linear,
     norm_and_modulate,
+    norm_and_turn,
     sinusoid,
     split_modulation,
     stack_modules,
@@ -50,7 +52,7 @@ from ._layers import (
     zeros,
 )
 from ._mmdit_config import MMDiTConfig
-from ._rope import RopeTable, apply_rope, rope_table
+from ._rope import RopeTable, rope_table
 from ._rows import Attention, ImageTextRows, LayerScan
 from ._scan import name_attention, run_layers, scan_layers
 
@@ -82,10 +84,10 @@ class _QKV(NamedTuple):
 
 
 def _split_heads(qkv: Float[Array, "n d3"], block: Any, rope: RopeTable) -> _QKV:
-    """Cuts fused [q, k, v] into heads, normalises and turns q and k in float32, returns the input's dtype."""
+    """Cuts fused [q, k, v] into heads, normalises and turns q and k."""
     q, k, v = jnp.moveaxis(qkv.reshape(qkv.shape[0], 3, block.num_heads, -1), 1, 0)
-    q = apply_rope(block.query_norm(q), rope).astype(v.dtype)
-    k = apply_rope(block.key_norm(k), rope).astype(v.dtype)
+    q = norm_and_turn(q, block.query_norm.scale[...], rope)
+    k = norm_and_turn(k, block.key_norm.scale[...], rope)
     return _QKV(q, k, v)
 
 
@@ -102,8 +104,8 @@ class _Stream(nnx.Module):
         self.num_heads = config.num_heads
         self.modulation = linear(width, 6 * width, dtype=dtype, init=zeros, rngs=rngs)
         self.qkv = linear(width, 3 * width, dtype=dtype, bias=config.qkv_bias, rngs=rngs)
-        self.query_norm = RMSNorm(config.head_dim)
-        self.key_norm = RMSNorm(config.head_dim)
+        self.query_norm = NormScale(config.head_dim)
+        self.key_norm = NormScale(config.head_dim)
         self.proj = linear(width, width, dtype=dtype, rngs=rngs)
         self.mlp = Mlp(width, config.mlp_width, dtype=dtype, rngs=rngs)
 
@@ -143,8 +145,8 @@ class _SingleBlock(nnx.Module):
         self.modulation = linear(width, 3 * width, dtype=dtype, init=zeros, rngs=rngs)
         self.linear1 = linear(width, 3 * width + hidden, dtype=dtype, rngs=rngs)
         self.linear2 = linear(width + hidden, width, dtype=dtype, rngs=rngs)
-        self.query_norm = RMSNorm(config.head_dim)
-        self.key_norm = RMSNorm(config.head_dim)
+        self.query_norm = NormScale(config.head_dim)
+        self.key_norm = NormScale(config.head_dim)
 
     def __call__(
         self, x: Float[Array, "n d"], cond: Float[Array, "s d"], joint: _Joint, attention: Attention
@@ -154,7 +156,7 @@ class _SingleBlock(nnx.Module):
         hidden = self.linear1(norm_and_modulate(x, mod.shift, mod.scale, ids))
         qkv, mlp = hidden[:, : 3 * width], hidden[:, 3 * width :]
         attended = _attend(attention, [_split_heads(qkv, self, joint.rope)], x.shape[0])
-        update = self.linear2(jnp.concatenate([attended, nnx.gelu(mlp, approximate=True)], axis=1))
+        update = self.linear2(jnp.concatenate([attended, gelu(mlp)], axis=1))
         return add_gated(x, mod.gate, ids, update)
 
 
