@@ -48,8 +48,17 @@ def shard_axis(shape: Sequence[int], degree: int, *, stacked: bool = False) -> i
 def gather_leaf(x: Array, axis: int | None, axis_name: AxisName, dtype: Any = None) -> Array:
     """All-gather one parameter's shards, cast to `dtype` before they travel; replicated parameters pass through.
 
-    Per device. The gradient is a reduce-scatter in the dtype of `x`; for a replicated parameter it stays this device's
-    own part, which the caller must sum over devices.
+    Per device. The gradient is reduce-scattered in float32 and has the dtype of `x`; for a replicated parameter it
+    stays this device's own part, which the caller must sum over devices.
+
+    Args:
+        x: this device's shard, or the whole parameter.
+        axis: its sharded axis; None if it is replicated.
+        axis_name: mesh axis, or tuple of axes, of the shards.
+        dtype: dtype in which the shards travel; their own by default.
+
+    Returns:
+        The whole parameter, in the dtype in which it travelled.
     """
     if axis is None:
         return x
@@ -61,10 +70,11 @@ def _all_gather(axis: int, axis_name: AxisName, dtype: Any, x: Array) -> Array:
 
 
 _gather = jax.custom_vjp(_all_gather, nondiff_argnums=(0, 1, 2))
-# The transpose of the gather would sum in the dtype that travelled forward; gradients are summed in float32.
+# The transpose of the gather would sum in the dtype that travelled forward; gradients are summed in float32. The
+# residual of no elements remembers the dtype of x.
 _gather.defvjp(
-    lambda axis, axis_name, dtype, x: (_all_gather(axis, axis_name, dtype, x), None),
-    lambda axis, axis_name, dtype, _, g: (_scatter_leaf(g, axis, axis_name),),
+    lambda axis, axis_name, dtype, x: (_all_gather(axis, axis_name, dtype, x), jnp.zeros(0, x.dtype)),
+    lambda axis, axis_name, dtype, like, g: (_scatter_leaf(g, axis, axis_name).astype(like.dtype),),
 )
 
 
