@@ -1,6 +1,7 @@
 """Collectives and attention for packed, unevenly distributed sequences, to call inside `shard_map`.
 
-Nothing here knows about models: layouts come in as plain integer arrays (made by `solver`), rows as JAX arrays.
+Nothing here knows about models: layouts come in as plain integer arrays (made by `solver`), rows as JAX
+arrays.
 """
 
 from parallel._balanced_attention import AttentionLayout as AttentionLayout

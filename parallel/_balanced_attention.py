@@ -1,9 +1,9 @@
 """Attention in a layout of its own: every (sequence, head) on the device that the plan gave it.
 
-Tokens stay where the linear layers want them. Around every attention call, (token, head) rows of q, k and v move to the
-devices of their work items, packed attention runs there, and the output rows move back. Data parallelism (all items
-where the tokens are), Ulysses inside bags of any sizes at once, and heads dealt unevenly are plans, not programs: one
-executable runs them all.
+Tokens stay where the linear layers want them. Around every attention call, (token, head) rows of q, k and v
+move to the devices of their work items, packed attention runs there, and the output rows move back. Data
+parallelism (all items where the tokens are), Ulysses inside bags of any sizes at once, and heads dealt
+unevenly are plans, not programs: one executable runs them all.
 """
 
 from collections.abc import Callable

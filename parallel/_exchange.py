@@ -1,17 +1,17 @@
 """Moving rows between two layouts of a mesh axis.
 
 A layout says which rows each device holds. `solver` describes a move between layouts A and B as runs
-(`solver.ExchangeTables`); `expand_route` turns them, on the device, into a `Route` of row indices, once a step; and
-`exchange` applies it to any array whose leading axis is A's rows:
+(`solver.ExchangeTables`); `expand_route` turns them, on the device, into a `Route` of row indices, once a
+step; and `exchange` applies it to any array whose leading axis is A's rows:
 
     A rows --gather--> send buffer --collective--> receive buffer --\\
        \\------------- rows that stay --------------------------------gather--> B rows
 
-Both directions, and the gradients of both, are gathers: the expansion also gives the inverse indices, so nothing
-is ever scattered in floating point. Rows that stay never enter the collective. On CUDA and TPU the collective is
-`jax.lax.ragged_all_to_all`, which moves only the rows that must move. On other platforms it is padded: one permute
-for each round that carries anything, each as large as its busiest pair, or one `all_to_all` where that is cheaper.
-The choice of platform is made when the program is lowered.
+Both directions, and the gradients of both, are gathers: the expansion also gives the inverse indices, so
+nothing is ever scattered in floating point. Rows that stay never enter the collective. On CUDA and TPU the
+collective is `jax.lax.ragged_all_to_all`, which moves only the rows that must move. On other platforms it is
+padded: one permute for each round that carries anything, each as large as its busiest pair, or one
+`all_to_all` where that is cheaper. The choice of platform is made when the program is lowered.
 """
 
 import math

@@ -1,15 +1,16 @@
-"""Fully sharded parameters: gathered layer by layer, one layer ahead, and gradients scattered one layer behind.
+"""Fully sharded parameters: gathered one layer ahead, and gradients scattered one layer behind.
 
-Parameters of a stack of layers are arrays with a leading layer axis, each sharded along one of its other axes. A scan
-that gathers a layer and then runs it leaves the link idle during compute and the cores idle during the gather. So the
-scan here carries the parameters of the layer it is about to run, and starts the gather of the next one first; in the
-backward scan it carries the next (earlier) layer's parameters and the last layer's full gradient, whose reduce-scatter
-runs under this layer's backward.
+Parameters of a stack of layers are arrays with a leading layer axis, each sharded along one of its other
+axes. A scan that gathers a layer and then runs it leaves the link idle during compute and the cores idle
+during the gather. So the scan here carries the parameters of the layer it is about to run, and starts the
+gather of the next one first; in the backward scan it carries the next (earlier) layer's parameters and the
+last layer's full gradient, whose reduce-scatter runs under this layer's backward.
 
     forward   step i:  gather(i + 1) | run(i)
     backward  step i:  gather(i - 1) | reduce-scatter(gradient of i + 1) | recompute and differentiate(i)
 
-Only the layers' inputs are kept between the two: the gathered parameters never outlive their step.
+Only the layers' inputs are kept between the two, and the last layer's gathered parameters, with which the
+backward scan starts: no others outlive their step.
 """
 
 import math

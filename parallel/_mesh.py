@@ -1,4 +1,4 @@
-"""Meshes for balanced training: the devices of a plan in order, and the share of them that shards parameters."""
+"""Meshes for balanced training: the devices of a plan in order, and those that share parameters."""
 
 from collections.abc import Sequence
 from typing import Any

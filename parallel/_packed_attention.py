@@ -1,11 +1,11 @@
 """Attention over rows grouped by segment, at a cost of the sum of squared segment lengths.
 
-Rows are (token, head) pairs of one head each; a segment is one head of one sequence, its rows contiguous. Rows are
-cut in blocks of a static size, and each query block visits only the key blocks that hold its segments: a range given as
-data, so one program runs any packing. Nothing of size rows x rows exists.
+Rows are (token, head) pairs of one head each; a segment is one head of one sequence, its rows contiguous.
+Rows are cut in blocks of a static size, and each query block visits only the key blocks that hold its
+segments: a range given as data, so one program runs any packing. Nothing of size rows x rows exists.
 
-The work on one pair of blocks is the argument `kernel`, so that a GPU kernel with the same contract can take the place
-of the plain JAX one here.
+The work on one pair of blocks is the argument `kernel`, so that a GPU kernel with the same contract can take
+the place of the plain JAX one here.
 """
 
 from dataclasses import dataclass

@@ -1,19 +1,19 @@
 """Where the rows of every attention work item lie on its device.
 
-An item is one (sequence, head): its rows are contiguous, it is a sequence with one head. A device computes attention
-block by block (`block` rows at a time), and a block that holds parts of several long items would visit the keys of
-all of them. So rows are placed by two rules:
+An item is one (sequence, head): its rows are contiguous, it is a sequence with one head. A device computes
+attention block by block (`block` rows at a time), and a block that holds parts of several long items would
+visit the keys of all of them. So rows are placed by two rules:
 
 * an item of at least `block` rows starts on a block boundary and takes whole blocks;
-* shorter items are rounded up to a multiple of `ROUND` rows, and items of the same rounded length share blocks
-  without crossing a boundary, `block // rounded` of them in each.
+* shorter items are rounded up to a multiple of `ROUND` rows, and items of the same rounded length share
+  blocks without crossing a boundary, `block // rounded` of them in each.
 
 The position of row j of the k-th head of a class is then an affine formula with one division,
 
     base + (k // per_group) * group + (k % per_group) * stride + j
 
-with per_group = 1 and stride = group for long items, and group = block for short ones. A table of six integers per
-head slice describes all its rows, and the device expands it.
+with per_group = 1 and stride = group for long items, and group = block for short ones. A table of seven
+integers per head slice (these five, heads and rows) describes all its rows, and the device expands it.
 """
 
 from dataclasses import dataclass

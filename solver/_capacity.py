@@ -1,8 +1,9 @@
 """Static sizes of a step's arrays: the capacities a compiled program has, and how they grow.
 
-A program is compiled for a capacity. Every plan whose needs fit runs in it; a plan that does not fit makes the
-capacity grow, which compiles a new program. Growth adds headroom, generously where an unused slot costs nothing (tables
-of runs, exchange buffers of rows that are never touched) and sparingly where it costs compute (tokens).
+A program is compiled for a capacity. Every plan whose needs fit runs in it; a plan that does not fit makes
+the capacity grow, which compiles a new program. Growth adds headroom, generously where an unused slot costs
+nothing (tables of runs, exchange buffers of rows that are never touched) and sparingly where it costs compute
+(tokens).
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ class RouteCapacity:
         rounds: rows of each round of the padded exchange (`solver.ExchangeTables` defines them), the busiest pair of
             devices deciding; empty in programs for platforms whose collective is ragged.
         send_runs, recv_runs, stay_runs: table lengths.
-        copies: devices that one row can go to.
+        copies: the most copies made of a row.
     """
 
     send: int

@@ -1,14 +1,15 @@
 """Index tables for moving rows between two layouts, as runs.
 
-A *route* moves rows from layout A to layout B. It is a set of runs: rectangles of `heads` x `length` rows that lie
-together in both layouts,
+A *route* moves rows from layout A to layout B. It is a set of runs: rectangles of `heads` x `length` rows
+that lie together in both layouts,
 
     A row of (h, j) = a_start + j * a_stride + h                                       (heads interleaved)
     B row of (h, j) = base + (k // per_group) * group + (k % per_group) * stride + j,  k = first + h
 
-Runs are sorted by (source, destination), so the runs that leave a device in order fill its send buffer, and the runs
-that reach a device in order fill its receive buffer. Rows that stay are runs of their own and enter no buffer. Hosts
-build and ship runs, a few hundred integers a device; devices expand them to row indices (`parallel.expand_route`).
+Runs are sorted by (source, destination), so the runs that leave a device in order fill its send buffer, and
+the runs that reach a device in order fill its receive buffer. Rows that stay are runs of their own and enter
+no buffer. Hosts build and ship runs, a few hundred integers a device; devices expand them to row indices
+(`parallel.expand_route`).
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A step's tables: its routes and items as padded int32 arrays, one row a device, ready for the compiled program.
+"""A step's tables: routes and items as padded int32 arrays, one row a device, ready for the program.
 
 Both are named tuples, so that JAX sees pytrees of arrays without this package knowing JAX.
 """
