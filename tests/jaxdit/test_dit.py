@@ -119,9 +119,10 @@ def test_gradients_equal_those_of_single_images():
             total += jnp.sum(jnp.square(out))
         return total
 
-    (value, grads), (expected, expected_grads) = jax.jit(
-        lambda p: (jax.value_and_grad(packed)(p), jax.value_and_grad(single)(p))
-    )(params)
+    value, grads = jax.jit(jax.value_and_grad(packed))(params)
+    # The reference is an unrolled loop; optimising it would be most of this file's time.
+    quick = {"xla_backend_optimization_level": 0}
+    expected, expected_grads = jax.jit(jax.value_and_grad(single), compiler_options=quick)(params)
     assert abs(value - expected) < TOLERANCE * abs(expected)
     errors = jax.tree.map(relative_error, grads, expected_grads)
     assert max(jax.tree.leaves(errors)) < TOLERANCE, errors

@@ -186,7 +186,7 @@ def test_precomputed_text_passes_through():
 
 def test_wrong_tokens_and_sizes_are_refused():
     rows = make_rows()
-    with pytest.raises(TypeError, match="tokens must be integers, .* got tokens of dtype float32"):
+    with pytest.raises(TypeError, match=r"tokens must be integers, .* got tokens of dtype float32"):
         make_encoder()(rows._replace(tokens=rows.tokens.astype(jnp.float32)[:, None]), num_sequences=4)
     with pytest.raises(ValueError, match="sizes must be at least 1; got text_channels=0"):
         ByteTextEncoder(text_channels=0, pooled_channels=4, rngs=nnx.Rngs(0))
