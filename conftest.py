@@ -14,4 +14,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 from jaxtyping import install_import_hook
 
+import tests.typechecker  # the hook names it below, and looks no deeper than what is imported
+
+assert tests.typechecker
 install_import_hook(["parallel", "jaxdit"], "tests.typechecker.checked")

@@ -121,7 +121,7 @@ class Case:
             losses.append(float(metrics.loss))
             if t == 0:
                 # Adam's first moment after one step is a tenth of the gradient.
-                moments = optax.tree_utils.tree_get(state.opt_state, "mu")
+                moments = optax.tree.get(state.opt_state, "mu")
                 gradients = jax.tree.map(lambda m: _whole(m) * 10, moments)
         return Trace(np.array(losses), gradients, self.step._cache_size())
 

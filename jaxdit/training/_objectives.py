@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -29,7 +29,7 @@ from .._schedules import (
 )
 from ..encoders import TextRows
 from ..models import Attention, ImageLabelRows, ImageTextRows, LayerScan
-from ._rows import TokenRows
+from ._rows import NO_LABEL, TokenRows
 
 
 class Context(NamedTuple):
@@ -71,6 +71,7 @@ class SamplerSettings:
             )
 
 
+@runtime_checkable
 class Objective(Protocol):
     """A training objective of a module, on one device's rows."""
 
@@ -252,7 +253,8 @@ class DiffusionLoss:
         )
         noised = ddpm_noised(rows.img, noise, step, rows.img_segment_ids, schedule=self.schedule)
         time = step.astype(jnp.float32) / self.schedule.num_steps
-        prediction = self._predict(module, noised.noised, time, rows.labels, rows, context)
+        labels = jnp.where(rows.labels == NO_LABEL, module.config.num_classes, rows.labels)
+        prediction = self._predict(module, noised.noised, time, labels, rows, context)
         weights = jnp.ones(step.shape, jnp.float32)
         return ddpm_loss(
             prediction,

@@ -3,9 +3,13 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from parallel import Route, exchange, expand_route
 from solver import StepCapacity, StepTables
+
+# A label dropped for classifier-free guidance; the objective puts its model's null class there.
+NO_LABEL = 1 << 30
 
 
 class HomeRows(NamedTuple):
@@ -18,7 +22,8 @@ class HomeRows(NamedTuple):
         txt: byte ids (m,) or features (m, c) of text rows.
         txt_segment_ids, txt_token_index: sequence and index of each text row.
         pooled: text vectors of the sequences at home here, zeros for others; None where text is bytes.
-        labels: class of the sequences at home here plus one, 0 for others; None where the model takes text.
+        labels: class of the sequences at home here plus one (-1 where the label is dropped), 0 for others; None where the
+            model takes text.
     """
 
     img: Float[Array, "n c"]
@@ -36,8 +41,8 @@ class HomeRows(NamedTuple):
 class TokenRows(NamedTuple):
     """The same rows in token layout, with tables of all the step's sequences; what an objective is given.
 
-    Attributes are those of `HomeRows`; `pooled` and `labels` hold every sequence, and `num_image_tokens` the image
-    tokens of each.
+    Attributes are those of `HomeRows`; `pooled` and `labels` hold every sequence (a class, or `NO_LABEL` where it is
+    dropped), and `num_image_tokens` the image tokens of each.
     """
 
     img: Float[Array, "n c"]
@@ -105,5 +110,5 @@ def to_token_layout(
         txt_token_index=txt_index,
         num_image_tokens=num_image_tokens,
         pooled=total(home.pooled),
-        labels=None if labels is None else labels - 1,
+        labels=None if labels is None else jnp.where(labels < 0, NO_LABEL, labels - 1),
     )

@@ -62,7 +62,7 @@ def optimizer_shardings(
     """Shardings of the optimiser's state: moments lie with their parameters, counters are replicated."""
     state = jax.eval_shape(optimizer.init, params)
     replicated = NamedSharding(mesh, P())
-    return optax.tree_map_params(
+    return optax.tree.map_params(
         optimizer, lambda _, sharding: sharding, state, shardings, transform_non_params=lambda _: replicated
     )
 

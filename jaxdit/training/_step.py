@@ -243,7 +243,7 @@ def make_train_step(
 
     def step(state: TrainState, inputs: StepInputs, key: Any) -> tuple[TrainState, StepMetrics]:
         grads, loss, agree = gradients(state.params, inputs, state.step, key)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         return _updated(program, state, grads, finite), StepMetrics(loss, norm, finite, agree)
 
