@@ -96,11 +96,12 @@ def exchange_tables(
     there = np.cumsum(sent, axis=0) - sent
     back = np.cumsum(sent, axis=1) - sent
     rounds = round_of_pair(route.num_devices)
+    peers = sent, sent.T, there, back.T, rounds, rounds.T
     return ExchangeTables(
         send_runs=of(route.source, near, leaves, capacity.send_runs),
         recv_runs=of(route.target[by_target], far[by_target], leaves[by_target], capacity.recv_runs),
         stay_runs=of(route.source, np.concatenate([near, route.b_fields], -1), ~leaves, capacity.stay_runs),
-        peers=np.stack([sent, sent.T, there, back.T, rounds, rounds.T], 1)[devices].astype(np.int32),
+        peers=np.stack([x[devices] for x in peers], 1).astype(np.int32),
     )
 
 
