@@ -63,6 +63,16 @@ def test_both_ways_of_summing_agree(dtype):
     np.testing.assert_allclose(one_hot, segments, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("platform", "has_scatter"), [("cpu", True), ("cuda", False)])
+def test_gradient_on_accelerators_has_no_scatter(platform, has_scatter):
+    """A floating-point scatter-add is done by atomics there, in an order that changes from run to run."""
+    table, ids = table_and_ids()
+    grad = jax.jit(jax.grad(lambda t: jnp.sum(rows_of_sequences(t, ids) ** 2)))
+    text = grad.trace(table).lower(lowering_platforms=(platform,)).as_text()
+    assert ("stablehlo.scatter" in text) == has_scatter
+    assert ("stablehlo.dot_general" in text) != has_scatter
+
+
 def test_no_rows_at_all():
     table, ids = table_and_ids(n=0)
     value, grad = jax.value_and_grad(lambda t: jnp.sum(rows_of_sequences(t, ids)))(table)
