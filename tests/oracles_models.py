@@ -105,58 +105,71 @@ def _rope_matrix(pos: np.ndarray, axes_dim: tuple[int, ...], theta: float) -> np
     return np.concatenate(blocks, axis=1)
 
 
+class _Flux:
+    """FLUX.1's blocks on one sequence."""
+
+    def __init__(self, w: Weights, rope: Any, num_txt: int, heads: int) -> None:
+        self.w, self.rope, self.heads = w, rope, heads
+        self.spans = {"txt": slice(0, num_txt), "img": slice(num_txt, rope.shape[0])}
+
+    def embed(self, name: str, x: Any) -> Any:
+        return self.w.linear(f"{name}.out_layer", self.w.silu(self.w.linear(f"{name}.in_layer", x)))
+
+    def rms(self, x: Any, name: str) -> Any:
+        mean_square = (x**2).mean(-1, keepdims=True)
+        return x / self.w.xp.sqrt(mean_square + 1e-6) * self.w.named[name][None, None, :]
+
+    def turn(self, x: Any, at: slice) -> Any:
+        pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+        return self.w.xp.einsum("ljab,lhjb->lhja", self.rope[at], pairs).reshape(x.shape)
+
+    def qkv(self, fused: Any, norm: str, at: slice) -> tuple[Any, Any, Any]:
+        split = (fused.shape[0], self.heads, fused.shape[1] // (3 * self.heads))
+        q, k, v = (x.reshape(split) for x in self.w.xp.split(fused, 3, axis=1))
+        q, k = self.rms(q, f"{norm}.query_norm.scale"), self.rms(k, f"{norm}.key_norm.scale")
+        return self.turn(q, at), self.turn(k, at), v
+
+    def double(self, block: str, streams: dict[str, Any], vec: Any) -> dict[str, Any]:
+        w, xp = self.w, self.w.xp
+        mods = {s: xp.split(w.linear(f"{block}.{s}_mod.lin", w.silu(vec)), 6, axis=1) for s in streams}
+        parts = {}
+        for s, x in streams.items():
+            fused = w.linear(f"{block}.{s}_attn.qkv", w.modulate(x, mods[s][0], mods[s][1]))
+            parts[s] = self.qkv(fused, f"{block}.{s}_attn.norm", self.spans[s])
+        attn = w.attend(*(xp.concatenate([a, b]) for a, b in zip(parts["txt"], parts["img"], strict=True)))
+        out = {}
+        for s, x in streams.items():
+            x = x + mods[s][2] * w.linear(f"{block}.{s}_attn.proj", attn[self.spans[s]])
+            hidden = w.gelu(w.linear(f"{block}.{s}_mlp.0", w.modulate(x, mods[s][3], mods[s][4])))
+            out[s] = x + mods[s][5] * w.linear(f"{block}.{s}_mlp.2", hidden)
+        return out
+
+    def single(self, block: str, x: Any, vec: Any) -> Any:
+        w, width = self.w, x.shape[1]
+        shift, scale, gate = w.xp.split(w.linear(f"{block}.modulation.lin", w.silu(vec)), 3, axis=1)
+        out = w.linear(f"{block}.linear1", w.modulate(x, shift, scale))
+        q, k, v = self.qkv(out[:, : 3 * width], f"{block}.norm", slice(0, x.shape[0]))
+        both = w.xp.concatenate([w.attend(q, k, v), w.gelu(out[:, 3 * width :])], axis=1)
+        return x + gate * w.linear(f"{block}.linear2", both)
+
+
 def flux_forward(
     named: dict[str, Any], seq: Sequence, *, heads: int, axes_dim: tuple[int, ...], theta: float, xp: Any
 ) -> Any:
     """FLUX.1's transformer on one sequence."""
-    w = Weights(named, xp)
-    n_txt, width = seq.txt.shape[0], named["img_in.weight"].shape[0]
+    w, n_txt = Weights(named, xp), seq.txt.shape[0]
     rope = xp.asarray(_rope_matrix(np.concatenate([seq.txt_pos, seq.img_pos]), axes_dim, theta))
-
-    def rms(x: Any, name: str) -> Any:
-        return x / xp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * named[name][None, None, :]
-
-    def turn(x: Any, at: slice) -> Any:
-        pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
-        return xp.einsum("ljab,lhjb->lhja", rope[at], pairs).reshape(x.shape)
-
-    def qkv_heads(qkv: Any, norm: str, at: slice) -> tuple[Any, Any, Any]:
-        q, k, v = (part.reshape(part.shape[0], heads, width // heads) for part in xp.split(qkv, 3, axis=1))
-        return turn(rms(q, f"{norm}.query_norm.scale"), at), turn(rms(k, f"{norm}.key_norm.scale"), at), v
-
-    def embed(name: str, x: Any) -> Any:
-        return w.linear(f"{name}.out_layer", w.silu(w.linear(f"{name}.in_layer", x)))
-
-    vec = embed("time_in", w.time_embedding(1000.0 * seq.time))
+    flux = _Flux(w, rope, n_txt, heads)
+    vec = flux.embed("time_in", w.time_embedding(1000.0 * seq.time))
     if seq.guidance is not None:
-        vec = vec + embed("guidance_in", w.time_embedding(1000.0 * seq.guidance))
-    vec = vec + embed("vector_in", seq.vector[None, :])
-    img, txt = w.linear("img_in", seq.img), w.linear("txt_in", seq.txt)
-    spans = {"txt": slice(0, n_txt), "img": slice(n_txt, n_txt + seq.img.shape[0])}
-
+        vec = vec + flux.embed("guidance_in", w.time_embedding(1000.0 * seq.guidance))
+    vec = vec + flux.embed("vector_in", seq.vector[None, :])
+    streams = {"txt": w.linear("txt_in", seq.txt), "img": w.linear("img_in", seq.img)}
     for i in range(count_blocks(named, "double_blocks")):
-        block, streams = f"double_blocks.{i}", {"txt": txt, "img": img}
-        mods = {s: xp.split(w.linear(f"{block}.{s}_mod.lin", w.silu(vec)), 6, axis=1) for s in streams}
-        parts = {}
-        for s, x in streams.items():
-            qkv = w.linear(f"{block}.{s}_attn.qkv", w.modulate(x, mods[s][0], mods[s][1]))
-            parts[s] = qkv_heads(qkv, f"{block}.{s}_attn.norm", spans[s])
-        attn = w.attend(*(xp.concatenate([a, b]) for a, b in zip(parts["txt"], parts["img"], strict=True)))
-        for s, x in streams.items():
-            x = x + mods[s][2] * w.linear(f"{block}.{s}_attn.proj", attn[spans[s]])
-            hidden = w.gelu(w.linear(f"{block}.{s}_mlp.0", w.modulate(x, mods[s][3], mods[s][4])))
-            streams[s] = x + mods[s][5] * w.linear(f"{block}.{s}_mlp.2", hidden)
-        txt, img = streams["txt"], streams["img"]
-
-    x = xp.concatenate([txt, img])
+        streams = flux.double(f"double_blocks.{i}", streams, vec)
+    x = xp.concatenate([streams["txt"], streams["img"]])
     for i in range(count_blocks(named, "single_blocks")):
-        block = f"single_blocks.{i}"
-        shift, scale, gate = xp.split(w.linear(f"{block}.modulation.lin", w.silu(vec)), 3, axis=1)
-        out = w.linear(f"{block}.linear1", w.modulate(x, shift, scale))
-        q, k, v = qkv_heads(out[:, : 3 * width], f"{block}.norm", slice(0, x.shape[0]))
-        both = xp.concatenate([w.attend(q, k, v), w.gelu(out[:, 3 * width :])], axis=1)
-        x = x + gate * w.linear(f"{block}.linear2", both)
-
+        x = flux.single(f"single_blocks.{i}", x, vec)
     shift, scale = xp.split(w.linear("final_layer.adaLN_modulation.1", w.silu(vec)), 2, axis=1)
     return w.linear("final_layer.linear", w.modulate(x[n_txt:], shift, scale))
 

@@ -180,9 +180,12 @@ def test_the_bound_trains_the_variance_only():
     schedule, ids, step = linear_schedule(), jnp.asarray(IDS), jnp.asarray([500, 300, 999], jnp.int32)
     rows = ddpm_noised(clean, noise, step, ids, schedule=schedule)
 
-    def loss(prediction):
-        return ddpm_loss(prediction, rows, ids, jnp.ones(3), schedule=schedule, channels=CHANNELS).total
+    def loss(prediction, row_weights=None):
+        return ddpm_loss(
+            prediction, rows, ids, jnp.ones(3), row_weights, schedule=schedule, channels=CHANNELS
+        ).total
 
+    np.testing.assert_allclose(loss(prediction, jnp.full(8, 3.0)), 3 * loss(prediction), rtol=TOLERANCE)
     grad = split_learned_sigma(jax.jit(jax.grad(loss))(prediction), CHANNELS)
     eps = split_learned_sigma(prediction, CHANNELS).noise
     valid = IDS[:, None] > 0
