@@ -91,19 +91,22 @@ class Trainer:
                 done += 1
                 row["step_s"] = time.perf_counter() - started
                 row["tokens_per_s"] = item.stats.tokens / row["step_s"]
-                self._periodic(state, done, row, item)
-                metrics.write(done - 1, row)
-                progress.update(done, _report(row))
-                self.profile.at(done - first, self.workdir / "profile")
                 stopping = stop.agreed()
+                # Saved before anything else is made of the state, so that a failure there loses no step.
                 if done % settings.save_every == 0 or done == settings.steps or stopping:
                     metrics.flush()
                     checkpoints.save(done, state, self.run.meta(done, item.capacity))
+                if not stopping:
+                    self._periodic(state, done, row)
+                self._last_loads = item.stats.loads
+                metrics.write(done - 1, row)
+                progress.update(done, _report(row))
+                self.profile.at(done - first, self.workdir / "profile")
                 if stopping:
                     _LOG.info("stopped after step %d; the same command goes on from there", done)
                     break
             checkpoints.wait()
-        self._finish(state, done)
+        self._plot(done)
         return done
 
     def _start(self, checkpoints: Checkpoints) -> tuple[TrainState, StepCapacity]:
@@ -177,9 +180,8 @@ class Trainer:
             raise UserError(f"{text}. {kept}. Lower the learning rate, or set train.on_nonfinite=skip to go on.")
         _LOG.warning("%s (train.on_nonfinite=skip)", text)
 
-    def _periodic(self, state: TrainState, done: int, row: dict[str, Any], item: PreparedStep) -> None:
+    def _periodic(self, state: TrainState, done: int, row: dict[str, Any]) -> None:
         settings = self.run.settings
-        self._last_loads = item.stats.loads
 
         def due(every: int) -> bool:
             return done == settings.steps or (every > 0 and done % every == 0)
@@ -206,9 +208,8 @@ class Trainer:
                 title=f"step {done}, EMA weights",
             )
 
-    def _finish(self, state: TrainState, done: int) -> None:
+    def _plot(self, done: int) -> None:
         """Plots of the run; a run without steps has none."""
-        del state
         if jax.process_index() != 0 or not done:
             return
         rows = [row for row in read_metrics(self.workdir) if math.isfinite(row.get("loss", math.nan))]

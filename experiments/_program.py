@@ -4,6 +4,7 @@ A program is `sys.exit(run_program(main, sys.argv[1:]))`.
 """
 
 import contextlib
+import logging
 import os
 import re
 import sys
@@ -55,6 +56,13 @@ def run_program(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]
             return _leave(EXIT_DEFECT)
     sys.stderr.write("interrupted\n" if message is None else f"error: {one_line(message)}\n")
     return _leave(EXIT_INTERRUPTED if message is None else EXIT_USER_ERROR)
+
+
+def log_to_stderr(form: str = "%(asctime)s %(message)s") -> None:
+    """Sends the log to stderr, without what libraries say of themselves."""
+    logging.basicConfig(level=logging.INFO, format=form, datefmt="%H:%M:%S", stream=sys.stderr)
+    for name in ("absl", "jax", "orbax", "grain"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _has_peers() -> bool:

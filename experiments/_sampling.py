@@ -176,8 +176,8 @@ class PictureSampler:
         for device, grid, count in zip(home, index.grid.tolist(), index.image_lengths, strict=True):
             start = next_row[device]
             next_row[device] += count
-            frames = frames_from_rows(rows[device, start : start + count], tuple(grid), patch=patch)
-            pictures.append(np.clip(np.rint((frames + 1) * 127.5), 0, 255).astype(np.uint8))
+            cut = rows[device, start : start + count]
+            pictures.append(frames_from_rows(cut, grid=tuple(grid), patch=patch))
         return pictures
 
 

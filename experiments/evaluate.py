@@ -5,12 +5,11 @@ Prints one JSON object on stdout; logs go to stderr.
 
 import argparse
 import json
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments._config import UserError, run_program
+from experiments._program import UserError, log_to_stderr, run_program
 
 NUM_SAMPLES = 200
 
@@ -28,8 +27,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Sample, classify, print. Returns the exit code."""
     args = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("absl").setLevel(logging.WARNING)
+    log_to_stderr()
     import numpy as np
 
     from experiments._digits import DigitClassifier

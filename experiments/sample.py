@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments._config import UserError, run_program
+from experiments._program import UserError, log_to_stderr, run_program
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -25,8 +25,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Sample the prompts in one batch and write a file for each. Returns the exit code."""
     args = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("absl").setLevel(logging.WARNING)
+    log_to_stderr()
     from experiments._sampling import PictureSampler, SampleRequest, check_request, parse_size
     from experiments._workdir import load_run
 

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments._config import UserError, checking, config_text, load_config, run_program, versions
+from experiments._config import config_text, load_config, versions
+from experiments._program import UserError, checking, log_to_stderr, run_program
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -29,8 +30,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Check everything, then train. Returns the exit code."""
     args = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
-    logging.getLogger("absl").setLevel(logging.WARNING)
+    log_to_stderr()
     # Imported here: configurables register on import, and `--help` should not load JAX.
     from experiments import _components, _platform
 
