@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from solver import CostModel, StepCapacity, capacity_for
 
 from experiments._feed import Planner, StepAssembler
 from experiments.data import StepReader, StepSampler, SyntheticCodes, SyntheticRows
@@ -16,6 +15,7 @@ from jaxdit.encoders import ByteTextEncoder
 from jaxdit.models import MMDiT, MMDiTConfig
 from jaxdit.training import FlowMatching, TextToImage, TrainProgram, make_train_step
 from parallel import data_mesh
+from solver import CostModel, StepCapacity, capacity_for
 
 NUM_HEADS = 4
 NUM_STEPS = 20
@@ -117,7 +117,8 @@ class Case:
             item = assembler.assemble(t, data)
             assert item.capacity == self.capacity, "the shared capacity must hold every step"
             state, metrics = self.step(state, item.inputs, key)
-            assert metrics.plans_agree and metrics.finite
+            assert metrics.plans_agree
+            assert metrics.finite
             losses.append(float(metrics.loss))
             if t == 0:
                 # Adam's first moment after one step is a tenth of the gradient.

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from .._losses import (
     LossSums,
@@ -223,6 +223,15 @@ def _image_attention(attention: Attention, num_text_rows: int) -> Attention:
     return attend
 
 
+def _labels(rows: TokenRows) -> Int[Array, " s"]:
+    if rows.labels is None:
+        raise ValueError(
+            "DiffusionLoss: a class-conditional model needs a label per sequence; got none."
+            " Use a data source with labels, or FlowMatching with text."
+        )
+    return rows.labels
+
+
 @dataclass(frozen=True, slots=True)
 class DiffusionLoss:
     """Noise prediction with learned variance, for a class-conditional `DiT`.
@@ -241,11 +250,8 @@ class DiffusionLoss:
         Raises:
             ValueError: if the data has no labels.
         """
-        if rows.labels is None:
-            raise ValueError(
-                "DiffusionLoss: a class-conditional model needs a label per sequence; got none."
-                " Use a data source with labels, or FlowMatching with text."
-            )
+        labels = _labels(rows)
+        labels = jnp.where(labels == NO_LABEL, module.config.num_classes, labels)
         ids = jnp.arange(rows.num_image_tokens.shape[0])
         step = diffusion_steps(sequence_times(context.step, ids, key=context.key), self.schedule.num_steps)
         noise = token_noise(
@@ -253,7 +259,6 @@ class DiffusionLoss:
         )
         noised = ddpm_noised(rows.img, noise, step, rows.img_segment_ids, schedule=self.schedule)
         time = step.astype(jnp.float32) / self.schedule.num_steps
-        labels = jnp.where(rows.labels == NO_LABEL, module.config.num_classes, rows.labels)
         prediction = self._predict(module, noised.noised, time, labels, rows, context)
         weights = jnp.ones(step.shape, jnp.float32)
         return ddpm_loss(
@@ -275,7 +280,8 @@ class DiffusionLoss:
         settings: SamplerSettings,
     ) -> Float[Array, "n c"]:
         """DDIM along evenly spaced steps, guided by labels."""
-        null = jnp.full_like(rows.labels, module.config.num_classes)
+        labels = _labels(rows)
+        null = jnp.full_like(labels, module.config.num_classes)
 
         def branch(labels: Array, context: Context) -> Callable[[Array, Array], Array]:
             def denoise(x: Array, time: Array) -> Array:
@@ -285,7 +291,7 @@ class DiffusionLoss:
             return denoise
 
         denoise = classifier_free_guidance(
-            branch(rows.labels, contexts.conditional),
+            branch(labels, contexts.conditional),
             branch(null, contexts.unconditional),
             settings.guidance_scale,
         )

@@ -4,9 +4,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
+
 from parallel import Route, exchange, expand_route
 from solver import StepCapacity, StepTables
+
+AnyArray = jax.Array | np.ndarray
 
 # A label dropped for classifier-free guidance; the objective puts its model's null class there.
 NO_LABEL = 1 << 30
@@ -22,20 +26,20 @@ class HomeRows(NamedTuple):
         txt: byte ids (m,) or features (m, c) of text rows.
         txt_segment_ids, txt_token_index: sequence and index of each text row.
         pooled: text vectors of the sequences at home here, zeros for others; None where text is bytes.
-        labels: class of the sequences at home here plus one (-1 where the label is dropped), 0 for others; None where the
-            model takes text.
+        labels: class of the sequences at home here plus one (-1 where the label is dropped), 0 for others;
+            None where the model takes text.
     """
 
-    img: Float[Array, "n c"]
-    img_segment_ids: Int[Array, " n"]
-    img_positions: Int[Array, "n 3"]
-    img_token_index: Int[Array, " n"]
-    img_loss_weight: Float[Array, " n"]
-    txt: Array
-    txt_segment_ids: Int[Array, " m"]
-    txt_token_index: Int[Array, " m"]
-    pooled: Float[Array, "s c_pool"] | None = None
-    labels: Int[Array, " s"] | None = None
+    img: Float[AnyArray, "n c"]
+    img_segment_ids: Int[AnyArray, " n"]
+    img_positions: Int[AnyArray, "n 3"]
+    img_token_index: Int[AnyArray, " n"]
+    img_loss_weight: Float[AnyArray, " n"]
+    txt: AnyArray
+    txt_segment_ids: Int[AnyArray, " m"]
+    txt_token_index: Int[AnyArray, " m"]
+    pooled: Float[AnyArray, "s c_pool"] | None = None
+    labels: Int[AnyArray, " s"] | None = None
 
 
 class TokenRows(NamedTuple):

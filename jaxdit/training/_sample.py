@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
+
 from parallel import DATA_AXES, exchange
-from solver import BalancePlan, BalanceProblem, StepCapacity, StepTables, plan_from_slices
+from solver import BalancePlan, BalanceProblem, StepCapacity, plan_from_slices
 
 from .._random import token_noise
 from ._objectives import SamplerSettings, SamplingContexts
-from ._rows import HomeRows, image_route, to_token_layout
+from ._rows import image_route, to_token_layout
 from ._sharding import param_specs
 from ._step import DeviceModel, TrainProgram
 
@@ -22,18 +23,18 @@ class SampleInputs(NamedTuple):
     """A batch to sample; arrays have the axes (devices, ...), sharded over devices.
 
     Attributes:
-        rows: captions or labels, and image rows whose values are ignored, in home layout.
-        tables: tables of the batch's plan.
+        rows: `HomeRows`: captions or labels, and image rows whose values are ignored.
+        tables: `StepTables` of the batch's plan.
         tables_without_text: tables of `plan_without_text`, for the unconditional branch.
         num_image_tokens: (sequences,) replicated.
         noise_ids: (sequences,) replicated; names each sequence's noise, so that a picture does not depend on its batch.
     """
 
-    rows: HomeRows
-    tables: StepTables
-    tables_without_text: StepTables
-    num_image_tokens: Int[Array, " s"]
-    noise_ids: Int[Array, " s"]
+    rows: Any
+    tables: Any
+    tables_without_text: Any
+    num_image_tokens: Any
+    noise_ids: Any
 
 
 def plan_without_text(plan: BalancePlan) -> BalancePlan:
@@ -67,7 +68,8 @@ def make_sample_step(
         settings: steps, guidance, method.
 
     Returns:
-        `sample(params, inputs, key)` to image rows in home layout, (devices, home rows, channels), sharded over devices.
+        `sample(params, inputs, key)` to image rows in home layout, (devices, home rows, channels), sharded over
+        devices.
     """
     device_model = DeviceModel(program, capacity)
 
@@ -79,7 +81,8 @@ def make_sample_step(
         names = jnp.concatenate([jnp.zeros(1, jnp.int32), inputs.noise_ids + 1])[rows.img_segment_ids]
         noise = token_noise(0, names, rows.img_token_index, rows.img.shape[1], key=key)
         contexts = SamplingContexts(
-            conditional=device_model.context(tables, 0, key), unconditional=device_model.context(without, 0, key)
+            conditional=device_model.context(tables, 0, key),
+            unconditional=device_model.context(without, 0, key),
         )
         sampled = program.objective.sample(device_model.module(params), rows, noise, contexts, settings)
         back = image_route(tables, capacity).reversed

@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
 from parallel import SHARD_AXIS, gather_leaf, shard_axis, sharded_layer_scan
 
 from ..models import LayerScan, scan_layers

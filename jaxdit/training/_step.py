@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
+
 from parallel import DATA_AXES, REPLICA_AXIS, PackedKernel, expand_attention, make_balanced_attention
 from solver import StepCapacity, StepTables
 
@@ -35,36 +36,37 @@ from ._sharding import (
 
 
 class TrainState(NamedTuple):
-    """Everything a run must keep; global arrays.
+    """Everything a run must keep; global arrays (or, in their places, shapes or shardings).
 
     Attributes:
-        step: optimiser steps taken, skipped ones included.
+        step: int32 scalar, optimiser steps taken, skipped ones included.
         params, ema: parameters and their moving average, float32.
         opt_state: the optimiser's state.
-        skipped: steps whose loss or gradient was not finite; they changed nothing else.
+        skipped: int32 scalar, steps whose loss or gradient was not finite; they changed nothing else.
     """
 
-    step: Int[Array, ""]
+    step: Any
     params: Any
     ema: Any
     opt_state: Any
-    skipped: Int[Array, ""]
+    skipped: Any
 
 
 class StepInputs(NamedTuple):
-    """A step's data; arrays have the axes (devices, micro-batches, ...), sharded over devices.
+    """A step's data; arrays have the axes (devices, micro-batches, ...), sharded over devices. Partition specs or
+    shardings may stand in their places.
 
     Attributes:
-        rows: rows in home layout.
-        tables: tables of each micro-batch's plan.
+        rows: `HomeRows`, rows in home layout.
+        tables: `StepTables` of each micro-batch's plan.
         num_image_tokens: (micro-batches, sequences), replicated.
         plan_digest: (devices, micro-batches) a number made of the plan by the device's process; all must agree.
     """
 
-    rows: HomeRows
-    tables: StepTables
-    num_image_tokens: Int[Array, "m s"]
-    plan_digest: Int[Array, "d m"]
+    rows: Any
+    tables: Any
+    num_image_tokens: Any
+    plan_digest: Any
 
 
 class StepMetrics(NamedTuple):
@@ -276,8 +278,8 @@ def make_eval_step(
 
     Returns:
         `step(params, inputs, index, key) -> (total, weight)`: summed loss and summed weights of micro-batch 0 over all
-        devices; `index` names its random draws. Dividing the totals of all batches by their weights is safe with unequal
-        batches.
+        devices; `index` names its random draws. Dividing the totals of all batches by their weights is safe with
+        unequal batches.
     """
     device_model = DeviceModel(program, capacity)
 
