@@ -13,6 +13,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
+
+from experiments.data import StepData, StepIndex, collate_home
+from jaxdit.training import HomeRows, StepInputs
 from parallel import DATA_AXES
 from solver import (
     BagSpec,
@@ -26,9 +29,6 @@ from solver import (
     step_needs,
     step_tables,
 )
-
-from experiments.data import StepData, StepIndex, collate_home
-from jaxdit.training import HomeRows, StepInputs
 
 _LOG = logging.getLogger(__name__)
 
@@ -170,6 +170,7 @@ class StepAssembler:
         for i, data in enumerate(micro_batches):
             counts[i, : data.index.num_sequences] = data.index.image_lengths
         digest = np.tile([plan_digest(layout.plan) for layout in layouts], (len(self.local_devices), 1))
+
         def stack(parts: list[Any]) -> Any:
             return jax.tree.map(lambda *xs: self._place(np.stack(xs, 1)), *parts)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from solver import StepCapacity
 
 from experiments._checkpoint import Checkpoints
 from experiments._config import UserError
@@ -23,6 +22,7 @@ from experiments._sampling import PictureSampler, parse_request
 from experiments._signals import StopRequest
 from experiments.data import StepReader, make_loader
 from jaxdit.training import StepMetrics, TrainState, make_eval_step, make_train_step
+from solver import StepCapacity
 
 _LOG = logging.getLogger(__name__)
 
@@ -176,8 +176,14 @@ class Trainer:
         text = f"step {step}: loss {float(found.loss)}, gradient norm {float(found.grad_norm)}; the update was not applied"
         if self.run.settings.on_nonfinite == "stop":
             latest = checkpoints.latest()
-            kept = "no checkpoint was written yet" if latest is None else f"the checkpoint of step {latest} is kept"
-            raise UserError(f"{text}. {kept}. Lower the learning rate, or set train.on_nonfinite=skip to go on.")
+            kept = (
+                "no checkpoint was written yet"
+                if latest is None
+                else f"the checkpoint of step {latest} is kept"
+            )
+            raise UserError(
+                f"{text}. {kept}. Lower the learning rate, or set train.on_nonfinite=skip to go on."
+            )
         _LOG.warning("%s (train.on_nonfinite=skip)", text)
 
     def _periodic(self, state: TrainState, done: int, row: dict[str, Any]) -> None:

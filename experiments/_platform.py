@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import jax
 from jax.sharding import Mesh
-from parallel import data_mesh
 
 from experiments._config import UserError, checking
+from parallel import data_mesh
 
 # XLA's CPU client dead-locks on collectives of several steps in flight when its thread pool has few threads.
 _CPU_THREADS = "32"

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from solver import CostModel, RouteCapacity, StepCapacity, Topology, parse_bags
 
 from experiments._checkpoint import Checkpoints
 from experiments._components import ModelSpec, RunSettings
@@ -23,6 +22,7 @@ from experiments._feed import Planner, size_capacity
 from experiments._platform import device_memory_bytes, needs_padded_exchange
 from experiments.data import DataError, Sampler, Source, StepSampler, ValidationSampler, split_source
 from jaxdit.training import TrainProgram, TrainState, bytes_per_device, module_params
+from solver import CostModel, RouteCapacity, StepCapacity, Topology, parse_bags
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,7 +53,8 @@ def open_data(settings: RunSettings) -> Data:
             held_out: list[Source] = []
             if spec.validation_fraction:
                 parts = [
-                    split_source(source, fraction=spec.validation_fraction, seed=settings.seed) for source in sources
+                    split_source(source, fraction=spec.validation_fraction, seed=settings.seed)
+                    for source in sources
                 ]
                 sources, held_out = [part[0] for part in parts], [part[1] for part in parts]
             train = StepSampler(
@@ -174,7 +175,9 @@ class Run:
         """Shapes, dtypes and shardings of the state."""
         params = module_params(self.program.module)
         scalar = jax.ShapeDtypeStruct((), np.int32)
-        state = TrainState(scalar, params, params, jax.eval_shape(self.program.optimizer.init, params), scalar)
+        state = TrainState(
+            scalar, params, params, jax.eval_shape(self.program.optimizer.init, params), scalar
+        )
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             state,
@@ -215,7 +218,14 @@ class Run:
     def _layout_key(self) -> list[Any]:
         planner = self.planner
         bags = None if self.settings.bags is None else str(self.settings.bags)
-        return [planner.num_devices, planner.num_heads, bags, planner.block, planner.padded, self.settings.micro_batches]
+        return [
+            planner.num_devices,
+            planner.num_heads,
+            bags,
+            planner.block,
+            planner.padded,
+            self.settings.micro_batches,
+        ]
 
     def check_same_data(self, meta: dict[str, Any], checkpoints: Checkpoints) -> None:
         """Refuse to resume on other data: the saved position would mean other sequences.
@@ -237,7 +247,9 @@ class Run:
         available = device_memory_bytes(self.mesh) or _host_memory_bytes() // len(self.mesh.local_devices)
         if needed <= _MEMORY_SHARE * available or self.settings.allow_oversized:
             return
-        more = "" if degree == self.mesh.devices.size else f" Raise train.shards (now {degree}) to shard them,"
+        more = (
+            "" if degree == self.mesh.devices.size else f" Raise train.shards (now {degree}) to shard them,"
+        )
         raise UserError(
             f"{self.num_params:,} parameters in float32, times {_COPIES} (parameters, two moments, EMA, gradients), over"
             f" {degree} shard{'s' * (degree > 1)} are {size_text(needed)} a device, of {size_text(available)} at most"
@@ -260,12 +272,23 @@ def _host_memory_bytes() -> int:
 
 
 def _check_settings(settings: RunSettings) -> None:
-    for name in ("steps", "micro_batches", "save_every", "keep", "log_every", "lookahead", "num_devices", "shards"):
+    for name in (
+        "steps",
+        "micro_batches",
+        "save_every",
+        "keep",
+        "log_every",
+        "lookahead",
+        "num_devices",
+        "shards",
+    ):
         if getattr(settings, name) < 1:
             raise UserError(f"train.{name} must be at least 1; got {name}={getattr(settings, name)}.")
     for name in ("eval_every", "sample_every"):
         if getattr(settings, name) < 0:
-            raise UserError(f"train.{name} must not be negative; got {name}={getattr(settings, name)}. 0 turns it off.")
+            raise UserError(
+                f"train.{name} must not be negative; got {name}={getattr(settings, name)}. 0 turns it off."
+            )
     if settings.on_nonfinite not in ("skip", "stop"):
         raise UserError(f"train.on_nonfinite must be skip or stop; got {settings.on_nonfinite!r}.")
     if not 0 <= settings.ema_decay < 1:

@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from solver import StepCapacity, StepLayout, step_tables
 
 from experiments._config import UserError
 from experiments._feed import by_device_placer, home_rows
 from experiments._run import Run
 from experiments.data import StepData, StepIndex, frames_from_rows
 from jaxdit.training import SampleInputs, SamplerSettings, make_sample_step, plan_without_text
+from solver import StepCapacity, StepLayout, step_tables
 
 _SIZE = re.compile(r"(?:(\d+)x)?(\d+)x(\d+)")
 
