@@ -40,7 +40,10 @@ class ModelSpec:
         channels: channels of an image row.
         text_channels, pooled_channels: channels of text features the data must bring; 0 where text is bytes.
         max_text: longest caption in bytes; None where text is features, or where the model takes labels.
-        uses_labels: whether the data must bring a class label per sequence.
+        num_classes: classes of the labels that the data must bring, one per sequence; 0 for a model without.
+        pixel_channels: channels of a pixel inside an image row; 0 where the model does not care.
+        guidance_embed: whether a distilled guidance scale is an input.
+        depth: blocks, each of which keeps its input rows for the backward pass.
         dtype: dtype of matrix products.
     """
 
@@ -51,8 +54,16 @@ class ModelSpec:
     text_channels: int = 0
     pooled_channels: int = 0
     max_text: int | None = None
-    uses_labels: bool = False
+    num_classes: int = 0
+    pixel_channels: int = 0
+    guidance_embed: bool = False
+    depth: int = 1
     dtype: Any = jnp.float32
+
+    @property
+    def uses_labels(self) -> bool:
+        """Whether a class label stands in the place of text."""
+        return self.num_classes > 0
 
 
 @gin.configurable(module="jaxdit")
@@ -102,6 +113,8 @@ def text_to_image(
         text_channels=text_channels if from_data else 0,
         pooled_channels=pooled_channels if from_data else 0,
         max_text=max_text,
+        guidance_embed=guidance_embed,
+        depth=config.depth,
         dtype=jnp.dtype(compute_dtype),
     )
 
@@ -120,7 +133,9 @@ def class_to_image(
         num_heads=config.num_heads,
         width=config.width,
         channels=config.in_channels,
-        uses_labels=True,
+        num_classes=num_classes,
+        pixel_channels=channels,
+        depth=config.depth,
         dtype=jnp.dtype(compute_dtype),
     )
 
@@ -244,13 +259,21 @@ def synthetic(
     text_channels: int = 0,
     pooled_channels: int = 0,
     max_text: int = 392,
+    num_classes: int = 0,
     num_ranks: int | None = None,
     num_steps: int = 256,
     caption_dropout: float = 0.0,
 ) -> DataSpec:
-    """Pseudo-random rows with the lengths of KnapFormer's data codes, to measure speed."""
+    """Pseudo-random rows with the lengths of KnapFormer's data codes, to measure speed.
+
+    For a class-conditional model set `num_classes`, and `max_text` to 0.
+    """
     rows = SyntheticRows(
-        channels=channels, text_channels=text_channels, pooled_channels=pooled_channels, max_text=max_text
+        channels=channels,
+        text_channels=text_channels,
+        pooled_channels=pooled_channels,
+        max_text=max_text,
+        num_classes=num_classes,
     )
     return DataSpec(
         open=lambda: [SyntheticCodes(codes, rows=rows, num_ranks=num_ranks, num_steps=num_steps)],
@@ -371,7 +394,7 @@ def train(
     eval_every: int = 0,
     sample_every: int = 0,
     sample_prompts: Sequence[str] = (),
-    lookahead: int = 64,
+    lookahead: int = 256,
     allow_oversized: bool = False,
 ) -> RunSettings:
     """Settings of a training run.
@@ -401,7 +424,8 @@ def train(
         sample_every: steps between grids of samples; 0 for the end only.
         sample_prompts: "caption | HEIGHTxWIDTH" or "caption | FRAMESxHEIGHTxWIDTH" (a class number as caption for
             class-conditional models); none for no pictures.
-        lookahead: micro-batches scanned at the start to size the program, so that it is compiled once.
+        lookahead: steps planned at the start to size the program, so that it is compiled once; and again when a step needs
+            a larger one.
         allow_oversized: start even if parameters, optimiser and EMA are larger than a device's memory.
     """
     settings = locals()

@@ -1,10 +1,11 @@
 """From the data loader to the devices: plans, tables and rows of the next step, made while this step runs."""
 
+import contextlib
 import logging
 import queue
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,17 +153,27 @@ class StepAssembler:
         planner: makes the plans.
         mesh: from `parallel.data_mesh`.
         capacity: to start with; it grows when a step needs more, the same way on every process.
+        upcoming: micro-batches from a step on; when the capacity must grow, it grows for all of them at once, so that
+            programs are compiled rarely. None grows it for the step alone.
     """
 
-    def __init__(self, planner: Planner, mesh: Mesh, capacity: StepCapacity) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        mesh: Mesh,
+        capacity: StepCapacity,
+        *,
+        upcoming: Callable[[int], Iterable[StepIndex]] | None = None,
+    ) -> None:
         self.planner, self.mesh, self.capacity = planner, mesh, capacity
+        self._upcoming = upcoming
         self.local_devices, self._place, self._replicate = by_device_placer(mesh)
 
     def assemble(self, step: int, micro_batches: list[StepData]) -> PreparedStep:
         """Plan, lay out and place one step."""
         layouts = [self.planner.layout(data.index) for data in micro_batches]
-        for layout in layouts:
-            self.capacity = self.capacity.grown(self.planner.needs(layout))
+        if not all(self.capacity.fits(self.planner.needs(layout)) for layout in layouts):
+            self._grow(step, layouts)
         capacity = self.capacity
         rows = [home_rows(data, capacity) for data in micro_batches]
         tables = [step_tables(layout, capacity, self.local_devices) for layout in layouts]
@@ -181,6 +192,14 @@ class StepAssembler:
             plan_digest=self._place(digest.astype(np.int32)),
         )
         return PreparedStep(step, inputs, capacity, self._stats(micro_batches, layouts))
+
+    def _grow(self, step: int, layouts: list[StepLayout]) -> None:
+        needs = [self.planner.needs(layout) for layout in layouts]
+        if self._upcoming is not None:
+            needs += [self.planner.needs(self.planner.layout(index)) for index in self._upcoming(step + 1)]
+        for need in needs:
+            self.capacity = self.capacity.grown(need)
+        _LOG.info("step %d needs larger arrays: a larger program is compiled", step)
 
     def _stats(self, micro_batches: list[StepData], layouts: list[StepLayout]) -> StepStats:
         before = [self.planner.plan(data.index, None) for data in micro_batches]
@@ -282,10 +301,9 @@ class Ahead:
 
     def _put(self, item: Any) -> None:
         while not self._stop.is_set():
-            try:
-                return self._queue.put(item, timeout=0.05)
-            except queue.Full:
-                continue
+            with contextlib.suppress(queue.Full):
+                self._queue.put(item, timeout=0.05)
+                return
 
     def _items(self) -> Iterator[Any]:
         while True:

@@ -20,7 +20,7 @@ from experiments._metrics import MetricsWriter, Progress, StepReport, read_metri
 from experiments._run import Run
 from experiments._sampling import PictureSampler, parse_request
 from experiments._signals import StopRequest
-from experiments.data import StepReader, make_loader
+from experiments.data import StepIndex, StepReader, make_loader
 from jaxdit.training import StepMetrics, TrainState, make_eval_step, make_train_step
 from solver import StepCapacity
 
@@ -121,14 +121,22 @@ class Trainer:
         if state is None:
             state = self.run.init_state()
         if capacity is None:
-            start = int(state.step) * self.run.settings.micro_batches
-            capacity = self.run.initial_capacity(self.run.data.train, self.run.settings.lookahead, start)
+            first, settings = int(state.step), self.run.settings
+            count = min(settings.lookahead, max(settings.steps - first, 1))
+            capacity = self.run.initial_capacity(
+                self.run.data.train, count * settings.micro_batches, first * settings.micro_batches
+            )
         return state, capacity
 
     def _prepare(self, first: int, capacity: StepCapacity) -> Iterator[PreparedStep]:
         """Steps with data, plans and arrays, in a thread beside the step that runs."""
         run, micro = self.run, self.run.settings.micro_batches
-        assembler = StepAssembler(run.planner, run.mesh, capacity)
+
+        def upcoming(step: int) -> Iterator[StepIndex]:
+            last = min(step + run.settings.lookahead, run.settings.steps)
+            return (run.data.train.step(t) for t in range(step * micro, last * micro))
+
+        assembler = StepAssembler(run.planner, run.mesh, capacity, upcoming=upcoming)
         reader = StepReader(
             run.data.train,
             local_devices=assembler.local_devices,
@@ -149,7 +157,8 @@ class Trainer:
         found: StepMetrics = jax.device_get(metrics)
         if not found.plans_agree:
             raise RuntimeError(
-                f"step {item.step}: processes computed different plans; they see different data or run different versions."
+                f"step {item.step}: processes computed different plans; they see different data or run different"
+                " versions of the code."
             )
         if not found.finite:
             self._report_nonfinite(item.step, found, checkpoints)
@@ -173,7 +182,10 @@ class Trainer:
         }
 
     def _report_nonfinite(self, step: int, found: StepMetrics, checkpoints: Checkpoints) -> None:
-        text = f"step {step}: loss {float(found.loss)}, gradient norm {float(found.grad_norm)}; the update was not applied"
+        text = (
+            f"step {step}: loss {float(found.loss)}, gradient norm {float(found.grad_norm)};"
+            " the update was not applied"
+        )
         if self.run.settings.on_nonfinite == "stop":
             latest = checkpoints.latest()
             kept = (
