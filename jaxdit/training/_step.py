@@ -97,7 +97,7 @@ class TrainProgram:
         num_heads: attention heads of the backbone.
         remat: rematerialisation policy of the layer scan; sharded parameters need "full".
         dtype: dtype in which sharded parameters of layers travel.
-        ema_decay: decay of the moving average per step.
+        ema_decay: decay of the moving average per step, reached after a warm-up: (1 + t) / (10 + t) at step t if less.
         kernel: block computation of packed attention; chosen by platform if None.
     """
 
@@ -256,7 +256,9 @@ def make_train_step(
 def _updated(program: TrainProgram, state: TrainState, grads: Any, finite: Array) -> TrainState:
     updates, opt_state = program.optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    decay = program.ema_decay
+    # Early parameters are far from where they end: the average forgets them faster at first.
+    count = state.step.astype(jnp.float32)
+    decay = jnp.minimum(program.ema_decay, (1 + count) / (10 + count))
     ema = jax.tree.map(lambda e, p: e * decay + p * (1 - decay), state.ema, params)
 
     def keep(new: Any, old: Any) -> Any:
