@@ -1,8 +1,8 @@
 """What a config can name: models, objectives, data, optimisers, and the settings of a run.
 
-Each function here is a gin configurable. It returns a frozen description; nothing touches a device or reads data before
-`experiments._run` asks for it. The programs' own modules hold no configurables, because gin would register those of a file
-run by `python -m` under `__main__`.
+Each function here is a gin configurable. It returns a frozen description; nothing touches a device or reads data
+before `experiments._run` asks for it. The programs' own modules hold no configurables, because gin would register those
+of a file run by `python -m` under `__main__`.
 """
 
 from collections.abc import Callable, Sequence
@@ -424,8 +424,8 @@ def train(
         sample_every: steps between grids of samples; 0 for the end only.
         sample_prompts: "caption | HEIGHTxWIDTH" or "caption | FRAMESxHEIGHTxWIDTH" (a class number as caption for
             class-conditional models); none for no pictures.
-        lookahead: steps planned at the start to size the program, so that it is compiled once; and again when a step needs
-            a larger one.
+        lookahead: steps planned at the start to size the program, so that it is compiled once; and again when a step
+            needs a larger one.
         allow_oversized: start even if parameters, optimiser and EMA are larger than a device's memory.
     """
     settings = locals()

@@ -1,9 +1,11 @@
-"""Whether a folder can hold what a run is about to write, found out before the run starts."""
+"""Whether a folder can hold what a run writes, found out before the run starts, and said plainly when it cannot."""
 
+import contextlib
 import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from experiments._config import UserError
@@ -28,6 +30,36 @@ def check_writable(folder: Path) -> None:
         raise UserError(
             f"cannot write to {folder}: {error.strerror}. Choose another --workdir or change its permissions."
         ) from error
+
+
+@contextlib.contextmanager
+def writing(path: Path, way_out: str) -> Iterator[None]:
+    """Marks a block that writes `path`: what the system refuses becomes a `UserError`.
+
+    Args:
+      path: what is written, for the message.
+      way_out: what to do about it, a sentence.
+
+    Raises:
+      UserError: with the system's reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}. {way_out}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file that nobody reads half of.
+
+    Raises:
+      UserError: with the system's reason.
+    """
+    part = path.with_name(f".part-{path.name}")
+    with writing(path, "Make room or choose another --workdir."):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
 
 
 def check_disk_space(workdir: str | Path, checkpoint_bytes: int, keep: int) -> None:

@@ -1,11 +1,12 @@
 """The training loop: steps, reports, checkpoints, validation and pictures."""
 
 import contextlib
+import json
 import logging
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ import numpy as np
 
 from experiments._checkpoint import Checkpoints
 from experiments._config import UserError
+from experiments._disk import writing
 from experiments._feed import Ahead, PreparedStep, StepAssembler
 from experiments._figures import DeviceLoads, plot_loads, plot_training, save_grid
-from experiments._metrics import MetricsWriter, Progress, StepReport, read_metrics
+from experiments._metrics import METRICS_FILE, MetricsWriter, Progress, StepReport, read_metrics
+from experiments._profile import Profile
 from experiments._run import Run
+from experiments._run_data import data_errors
 from experiments._sampling import PictureSampler, parse_request
 from experiments._signals import StopRequest
 from experiments.data import StepIndex, StepReader, make_loader
@@ -26,21 +30,24 @@ from solver import StepCapacity
 
 _LOG = logging.getLogger(__name__)
 
+_MAKE_ROOM = "Make room or change its permissions; the checkpoints are as they were."
 
-@dataclass
-class Profile:
-    """Steps to trace with jax.profiler; none if `steps` is 0."""
 
-    steps: int = 0
-    first: int = 3
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins or goes on.
 
-    def at(self, done: int, folder: Path) -> None:
-        """Start or stop the trace after `done` steps of this process."""
-        if self.steps and done == self.first:
-            jax.profiler.start_trace(str(folder))
-        if self.steps and done == self.first + self.steps:
-            jax.profiler.stop_trace()
-            _LOG.info("profile of %d steps written to %s", self.steps, folder)
+    Attributes:
+        state: parameters and all that follows them.
+        step: steps done.
+        capacity: of the first program.
+        row: metrics of the last step, as the checkpoint has them; None at the beginning.
+    """
+
+    state: TrainState
+    step: int
+    capacity: StepCapacity
+    row: dict[str, Any] | None
 
 
 @dataclass
@@ -50,12 +57,12 @@ class Trainer:
     Attributes:
         run: the run.
         workdir: its folder.
-        profile: steps to trace.
+        profile_steps: steps to trace with the profiler.
     """
 
     run: Run
     workdir: Path
-    profile: Profile = field(default_factory=Profile)
+    profile_steps: int = 0
 
     def __post_init__(self) -> None:
         self._key = jax.random.key(self.run.settings.seed, impl="threefry2x32")
@@ -63,7 +70,32 @@ class Trainer:
         self._evaluator: _Evaluator | None = None
         self._last_loads: tuple[np.ndarray, np.ndarray] | None = None
 
-    def train(self, checkpoints: Checkpoints) -> int:
+    def start(self, checkpoints: Checkpoints) -> Start:
+        """The state of the last checkpoint, or a fresh one; writes nothing.
+
+        Raises:
+            UserError: for a checkpoint of another model or other data, a damaged one, or rows no device can hold.
+        """
+        latest = checkpoints.latest()
+        if latest is None:
+            capacity = self._fresh_capacity(0)
+            return Start(self.run.init_state(), 0, capacity, None)
+        meta = checkpoints.meta(latest)
+        self.run.check_same_data(meta, checkpoints.directory)
+        capacity = self.run.saved_capacity(meta) or self._fresh_capacity(latest)
+        state = checkpoints.restore(self.run.abstract_state, step=latest).state
+        _LOG.info("going on from step %d of %s", latest, checkpoints.directory)
+        return Start(state, latest, capacity, json.loads(meta["row"]))
+
+    def _fresh_capacity(self, step: int) -> StepCapacity:
+        """The capacity that holds the steps looked ahead at."""
+        settings, micro = self.run.settings, self.run.settings.micro_batches
+        count = min(settings.lookahead, max(settings.steps - step, 1))
+        capacity = self.run.initial_capacity(self.run.training_data.train, count * micro, step * micro)
+        self.run.check_rows(capacity.text + capacity.image, "the fullest device holds too many tokens")
+        return capacity
+
+    def train(self, start: Start, checkpoints: Checkpoints) -> int:
         """Train to the end, or until a signal asks to stop.
 
         Returns:
@@ -73,35 +105,31 @@ class Trainer:
             UserError: when a checkpoint cannot be used or written, data is lost, or a loss is not finite and the run
                 must stop.
         """
-        state, capacity = self._start(checkpoints)
-        first = int(state.step)
-        settings = self.run.settings
-        if first >= settings.steps:
-            _LOG.info("all %d steps are done already", settings.steps)
+        settings, state, done = self.run.settings, start.state, start.step
         with contextlib.ExitStack() as stack:
-            metrics = stack.enter_context(MetricsWriter(self.workdir, first))
-            progress = stack.enter_context(Progress(settings.steps, first, log_every=settings.log_every))
+            metrics = stack.enter_context(self._metrics(start))
+            progress = stack.enter_context(Progress(settings.steps, done, log_every=settings.log_every))
             stop = stack.enter_context(StopRequest())
-            prepared = stack.enter_context(Ahead(lambda: self._prepare(first, capacity)))
-            done = first
+            profile = stack.enter_context(Profile(self.profile_steps, self.workdir / "profile"))
+            prepared = stack.enter_context(Ahead(lambda: self._prepare(start.step, start.capacity)))
             while done < settings.steps:
+                profile.before(done - start.step, settings.steps - done)
                 started = time.perf_counter()
                 item = next(prepared)
                 state, row = self._step(state, item, checkpoints)
                 done += 1
                 row["step_s"] = time.perf_counter() - started
                 row["tokens_per_s"] = item.stats.tokens / row["step_s"]
+                self._last_loads = item.stats.loads
                 stopping = stop.agreed()
                 # Saved before anything else is made of the state, so that a failure there loses no step.
                 if done % settings.save_every == 0 or done == settings.steps or stopping:
                     metrics.flush()
-                    checkpoints.save(done, state, self.run.meta(done, item.capacity))
+                    checkpoints.save(done, state, self.run.meta(done, item.capacity, row))
                 if not stopping:
                     self._periodic(state, done, row)
-                self._last_loads = item.stats.loads
                 metrics.write(done - 1, row)
                 progress.update(done, _report(row))
-                self.profile.at(done - first, self.workdir / "profile")
                 if stopping:
                     _LOG.info("stopped after step %d; the same command goes on from there", done)
                     break
@@ -109,41 +137,34 @@ class Trainer:
         self._plot(done)
         return done
 
-    def _start(self, checkpoints: Checkpoints) -> tuple[TrainState, StepCapacity]:
-        latest = checkpoints.latest()
-        capacity, state = None, None
-        if latest is not None:
-            meta = checkpoints.meta(latest)
-            self.run.check_same_data(meta, checkpoints)
-            state = checkpoints.restore(self.run.abstract_state, step=latest).state
-            capacity = self.run.saved_capacity(meta)
-            _LOG.info("going on from step %d of %s", latest, checkpoints.directory)
-        if state is None:
-            state = self.run.init_state()
-        if capacity is None:
-            first, settings = int(state.step), self.run.settings
-            count = min(settings.lookahead, max(settings.steps - first, 1))
-            capacity = self.run.initial_capacity(
-                self.run.data.train, count * settings.micro_batches, first * settings.micro_batches
-            )
-        return state, capacity
+    @contextlib.contextmanager
+    def _metrics(self, start: Start) -> Iterator[MetricsWriter]:
+        """The metrics file, with the row of the last step even if its process ended between saving and writing it."""
+        last = start.step - 1
+        path = self.workdir / METRICS_FILE
+        missing = start.row is not None and (not path.is_file() or _last_step(self.workdir, last) < last)
+        with MetricsWriter(self.workdir, last if missing else start.step) as writer:
+            if missing and start.row is not None:
+                writer.write(last, start.row)
+            yield writer
 
     def _prepare(self, first: int, capacity: StepCapacity) -> Iterator[PreparedStep]:
         """Steps with data, plans and arrays, in a thread beside the step that runs."""
         run, micro = self.run, self.run.settings.micro_batches
+        sampler = run.training_data.train
 
         def upcoming(step: int) -> Iterator[StepIndex]:
             last = min(step + run.settings.lookahead, run.settings.steps)
-            return (run.data.train.step(t) for t in range(step * micro, last * micro))
+            return (sampler.step(t) for t in range(step * micro, last * micro))
 
         assembler = StepAssembler(run.planner, run.mesh, capacity, upcoming=upcoming)
         reader = StepReader(
-            run.data.train,
+            sampler,
             local_devices=assembler.local_devices,
             num_devices=run.planner.num_devices,
             bad_limit=run.settings.data.bad_limit,
         )
-        with make_loader(reader, start_step=first * micro) as loader:
+        with data_errors(), make_loader(reader, start_step=first * micro) as loader:
             for step in range(first, run.settings.steps):
                 yield assembler.assemble(step, [next(loader)[1] for _ in range(micro)])
 
@@ -204,7 +225,7 @@ class Trainer:
         def due(every: int) -> bool:
             return done == settings.steps or (every > 0 and done % every == 0)
 
-        if self.run.data.validation is not None and due(settings.eval_every):
+        if self.run.training_data.validation is not None and due(settings.eval_every):
             row["validation_loss"] = self._validate(state)
         if settings.sample_prompts and due(settings.sample_every):
             self._draw_samples(state, done)
@@ -218,33 +239,43 @@ class Trainer:
         requests = [parse_request(text, i) for i, text in enumerate(self.run.settings.sample_prompts)]
         sampler = PictureSampler(self.run, seed=self.run.settings.seed)
         pictures = sampler(state.ema, requests)
-        if jax.process_index() == 0:
+        if jax.process_index() != 0:
+            return
+        path = self.workdir / "samples" / f"step_{done:07d}.png"
+        with writing(path, _MAKE_ROOM):
             save_grid(
-                self.workdir / "samples" / f"step_{done:07d}.png",
+                path,
                 [picture[0] if len(picture) == 1 else picture for picture in pictures],
                 [request.prompt for request in requests],
                 title=f"step {done}, EMA weights",
             )
 
     def _plot(self, done: int) -> None:
-        """Plots of the run; a run without steps has none."""
-        if jax.process_index() != 0 or not done:
+        """Plots of the run so far."""
+        if jax.process_index() != 0:
             return
         rows = [row for row in read_metrics(self.workdir) if math.isfinite(row.get("loss", math.nan))]
-        if rows:
-            plot_training(self.workdir / "training.png", rows, title=f"{done} steps")
-        if self._last_loads is not None:
-            before, after = self._last_loads
-            plot_loads(self.workdir / "loads.png", DeviceLoads(*before), DeviceLoads(*after))
+        with writing(self.workdir, _MAKE_ROOM):
+            if rows:
+                plot_training(self.workdir / "training.png", rows, title=f"{done} steps")
+            if self._last_loads is not None:
+                before, after = self._last_loads
+                plot_loads(self.workdir / "loads.png", DeviceLoads(*before), DeviceLoads(*after))
+
+
+def _last_step(workdir: Path, below: int) -> int:
+    """The last step up to `below` that the metrics of a run have; -1 if none."""
+    return max((row["step"] for row in read_metrics(workdir) if row["step"] <= below), default=-1)
 
 
 class _Evaluator:
     """The loss on held-out data, with the same random draws each time."""
 
     def __init__(self, run: Run, key: Any) -> None:
-        assert run.data.validation is not None
+        validation = run.training_data.validation
+        assert validation is not None
         self._run, self._key = run, key
-        self._sampler = run.data.validation
+        self._sampler = validation
         capacity = run.initial_capacity(self._sampler, self._sampler.num_steps)
         self._assembler = StepAssembler(run.planner, run.mesh, capacity)
         self._step = make_eval_step(run.program, capacity)
@@ -259,7 +290,9 @@ class _Evaluator:
         )
         total = weight = 0.0
         for index in range(self._sampler.num_steps):
-            item = self._assembler.assemble(index, [reader.read(index)])
+            with data_errors():
+                data = reader.read(index)
+            item = self._assembler.assemble(index, [data])
             part = jax.device_get(self._step(params, item.inputs, np.int32(index), self._key))
             total, weight = total + float(part[0]), weight + float(part[1])
         return total / max(weight, 1.0)

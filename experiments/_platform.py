@@ -1,13 +1,16 @@
 """Starting JAX for a run: virtual CPU devices, several processes, the mesh."""
 
+import logging
 import os
 from dataclasses import dataclass
 
 import jax
 from jax.sharding import Mesh
 
-from experiments._config import UserError, checking
+from experiments._config import UserError, checking, one_line
 from parallel import data_mesh
+
+_LOG = logging.getLogger(__name__)
 
 # XLA's CPU client dead-locks on collectives of several steps in flight when its thread pool has few threads.
 _CPU_THREADS = "32"
@@ -21,12 +24,14 @@ class ProcessSettings:
         coordinator: host:port of process 0.
         num_processes, process_id: as `jax.distributed.initialize` takes them.
         cluster: several processes whose addresses JAX finds out itself (SLURM, Kubernetes, MPI).
+        heartbeat_s: seconds of silence after which a process counts as dead and the others end.
     """
 
     coordinator: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
     cluster: bool = False
+    heartbeat_s: int = 60
 
 
 def prepare_platform(num_devices: int, processes: ProcessSettings) -> None:
@@ -35,27 +40,53 @@ def prepare_platform(num_devices: int, processes: ProcessSettings) -> None:
     The number of virtual CPU devices has no effect where there are GPUs.
 
     Raises:
-        UserError: if some but not all of coordinator, num_processes and process_id are given, or devices cannot be dealt
-            out to processes.
+        UserError: if some but not all of coordinator, num_processes and process_id are given, devices cannot be dealt
+            out to processes, or the other processes cannot be reached.
     """
     os.environ.setdefault("NPROC", _CPU_THREADS)
+    explicit = (processes.coordinator, processes.num_processes, processes.process_id)
+    if any(x is not None for x in explicit):
+        _check_explicit(processes)
     count = processes.num_processes or 1
     if num_devices % count:
         raise UserError(
             f"train.num_devices must be a multiple of the processes; got num_devices={num_devices}, processes={count}."
         )
-    jax.config.update("jax_num_cpu_devices", num_devices // count)
-    explicit = (processes.coordinator, processes.num_processes, processes.process_id)
-    if any(x is not None for x in explicit):
-        if any(x is None for x in explicit):
-            raise UserError(
-                "--coordinator, --num-processes and --process-id go together; got"
-                f" {processes.coordinator}, {processes.num_processes}, {processes.process_id}."
-            )
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(*explicit)
-    elif processes.cluster:
-        jax.distributed.initialize()
+    _make_virtual_devices(num_devices // count)
+    if processes.coordinator is None and not processes.cluster:
+        return
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(*explicit, heartbeat_timeout_seconds=processes.heartbeat_s)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(
+            f"the processes of the run cannot be joined: {one_line(str(error))}. Check --coordinator, which every"
+            " process must be able to reach, or what the cluster's environment says."
+        ) from error
+
+
+def _check_explicit(processes: ProcessSettings) -> None:
+    address, count, index = processes.coordinator, processes.num_processes, processes.process_id
+    if address is None or count is None or index is None or processes.cluster:
+        raise UserError(
+            "--coordinator, --num-processes and --process-id go together, and without --cluster; got"
+            f" {address}, {count}, {index}, cluster={processes.cluster}."
+        )
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isdigit()):
+        raise UserError(f"--coordinator is HOST:PORT of process 0; got {address!r}.")
+    if count < 1 or not 0 <= index < count:
+        raise UserError(f"--process-id must be in [0, --num-processes); got {index} of {count}.")
+
+
+def _make_virtual_devices(count: int) -> None:
+    """Ask for CPU devices; where a program that uses us has some already, `make_mesh` says if they are too few."""
+    if jax.config.jax_num_cpu_devices >= count:  # type: ignore[attr-defined]
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        _LOG.debug("devices are in use already: their number stays")
 
 
 def make_mesh(num_devices: int, shards: int) -> Mesh:

@@ -4,9 +4,9 @@ import dataclasses
 import json
 import logging
 import math
+import os
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,14 +14,21 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from experiments._checkpoint import Checkpoints
-from experiments._components import ModelSpec, RunSettings
+from experiments._components import RunSettings
 from experiments._config import UserError, checking
 from experiments._disk import size_text
 from experiments._feed import Planner, size_capacity
 from experiments._platform import device_memory_bytes, needs_padded_exchange
-from experiments.data import DataError, Sampler, Source, StepSampler, ValidationSampler, split_source
-from jaxdit.training import TrainProgram, TrainState, bytes_per_device, module_params
+from experiments._run_data import Data
+from experiments.data import Sampler
+from jaxdit.training import (
+    DiffusionLoss,
+    FlowMatching,
+    TrainProgram,
+    TrainState,
+    bytes_per_device,
+    module_params,
+)
 from solver import CostModel, RouteCapacity, StepCapacity, Topology, parse_bags
 
 _LOG = logging.getLogger(__name__)
@@ -32,79 +39,12 @@ _COPIES = 5
 _MEMORY_SHARE = 0.8
 
 
-@dataclass(frozen=True)
-class Data:
-    """The data of a run: what is trained on, and what is held out."""
-
-    train: StepSampler
-    validation: ValidationSampler | None
-
-
-def open_data(settings: RunSettings) -> Data:
-    """Open the sources, hold out validation data, and check that they fit the model.
-
-    Raises:
-        UserError: for data that is empty, lacks captions, or does not fit the model or the budget.
-    """
-    spec = settings.data
-    try:
-        with checking("data"):
-            sources = spec.open()
-            held_out: list[Source] = []
-            if spec.validation_fraction:
-                parts = [
-                    split_source(source, fraction=spec.validation_fraction, seed=settings.seed)
-                    for source in sources
-                ]
-                sources, held_out = [part[0] for part in parts], [part[1] for part in parts]
-            train = StepSampler(
-                sources,
-                weights=spec.weights,
-                token_budget=spec.token_budget,
-                seed=settings.seed,
-                caption_dropout=spec.caption_dropout,
-                max_sequences=spec.max_sequences,
-            )
-            validation = None
-            if held_out:
-                validation = ValidationSampler(
-                    held_out, token_budget=train.token_budget, max_sequences=train.max_sequences
-                )
-    except DataError as error:
-        raise UserError(str(error)) from error
-    _check_fits_model(sources, settings.model)
-    return Data(train, validation)
-
-
-def _check_fits_model(sources: list[Source], model: ModelSpec) -> None:
-    for source in sources:
-        if source.channels != model.channels:
-            raise UserError(
-                f"model.channels must be the data's {source.channels} channels per image row; got"
-                f" channels={model.channels}. Change the model's channels, or the patch size."
-            )
-        have = (source.text_channels, source.pooled_channels)
-        if not model.uses_labels and have != (model.text_channels, model.pooled_channels):
-            raise UserError(
-                f"the model's text must come as the data brings it; got data text_channels={have[0]},"
-                f" pooled_channels={have[1]} and model {model.text_channels}, {model.pooled_channels} (0 = bytes)."
-                " Set text_to_image.max_text for bytes, or None for precomputed features."
-            )
-        longest = int(source.text_lengths.max(initial=0))
-        if model.max_text is not None and longest > model.max_text:
-            raise UserError(
-                f"text_to_image.max_text must hold the longest caption of {source.name}; got"
-                f" max_text={model.max_text}, longest={longest}. Raise it."
-            )
-
-
-def make_planner(settings: RunSettings, mesh: Mesh) -> Planner:
-    """The planner of a run.
+def make_planner(settings: RunSettings, num_devices: int, *, padded: bool) -> Planner:
+    """The planner of a run; `padded` as in `Planner`.
 
     Raises:
         UserError: for a malformed bag spec, or one that does not divide the devices.
     """
-    num_devices = mesh.devices.size
     with checking("train.bags"):
         bags = None if settings.bags is None else parse_bags(settings.bags)
         if bags is not None:
@@ -113,7 +53,8 @@ def make_planner(settings: RunSettings, mesh: Mesh) -> Planner:
     if settings.devices_per_machine is not None:
         if num_devices % settings.devices_per_machine:
             raise UserError(
-                f"train.devices_per_machine must divide the devices; got {settings.devices_per_machine} and {num_devices}."
+                f"train.devices_per_machine must divide the devices; got {settings.devices_per_machine} and"
+                f" {num_devices}."
             )
         topology = Topology(num_devices // settings.devices_per_machine, settings.devices_per_machine)
     with checking():
@@ -127,8 +68,27 @@ def make_planner(settings: RunSettings, mesh: Mesh) -> Planner:
         cost=cost,
         topology=topology,
         block=settings.block,
-        padded=needs_padded_exchange(mesh),
+        padded=padded,
     )
+
+
+def make_program(settings: RunSettings, mesh: Mesh) -> TrainProgram:
+    """What the programs of a run share; an abstract mesh will do for tracing them.
+
+    Raises:
+        UserError: for a model whose sizes do not fit together.
+    """
+    with checking():
+        return TrainProgram(
+            module=nnx.eval_shape(lambda: settings.model.make(settings.seed)),
+            objective=settings.objective,
+            optimizer=settings.optimizer.make(settings.steps),
+            mesh=mesh,
+            num_heads=settings.model.num_heads,
+            remat=settings.remat,
+            dtype=settings.model.dtype,
+            ema_decay=settings.ema_decay,
+        )
 
 
 @dataclass(frozen=True)
@@ -136,39 +96,37 @@ class Run:
     """A checked run: its settings, mesh, data, planner and program.
 
     Attributes:
-        settings, mesh, data, planner: what it was put together from.
+        settings, mesh, planner: what it was put together from.
         program: what the compiled programs share.
+        data: None for a run that is opened for its pictures.
     """
 
     settings: RunSettings
     mesh: Mesh
-    data: Data
     planner: Planner
     program: TrainProgram
+    data: Data | None = None
 
     @classmethod
-    def make(cls, settings: RunSettings, mesh: Mesh, data: Data) -> "Run":
+    def make(cls, settings: RunSettings, mesh: Mesh, data: Data | None) -> "Run":
         """Put a run together.
 
         Raises:
             UserError: for anything that would stop it later.
         """
-        _check_settings(settings)
-        with checking():
-            module = nnx.eval_shape(lambda: settings.model.make(settings.seed))
-            program = TrainProgram(
-                module=module,
-                objective=settings.objective,
-                optimizer=settings.optimizer.make(settings.steps),
-                mesh=mesh,
-                num_heads=settings.model.num_heads,
-                remat=settings.remat,
-                dtype=settings.model.dtype,
-                ema_decay=settings.ema_decay,
-            )
-        run = cls(settings, mesh, data, make_planner(settings, mesh), program)
-        run._check_memory()
+        planner = make_planner(settings, mesh.devices.size, padded=needs_padded_exchange(mesh))
+        run = cls(settings, mesh, planner, make_program(settings, mesh), data)
+        run._check_memory(_COPIES if data else 1)
+        if data is not None:
+            widest = 1 if settings.bags is None else max(parse_bags(settings.bags).sizes)
+            run.check_rows(-(-data.longest // widest), f"the longest sequence has {data.longest:,} tokens")
         return run
+
+    @property
+    def training_data(self) -> Data:
+        """The data of a run that trains."""
+        assert self.data is not None, "this run was opened for its pictures"
+        return self.data
 
     @cached_property
     def abstract_state(self) -> TrainState:
@@ -197,20 +155,22 @@ class Run:
         """The capacity that holds `count` micro-batches from `start` on."""
         return size_capacity(self.planner, (sampler.step(start + i) for i in range(count)))
 
-    def meta(self, step: int, capacity: StepCapacity) -> dict[str, Any]:
-        """What a checkpoint says of the run beside its arrays."""
+    def meta(self, step: int, capacity: StepCapacity, row: dict[str, Any]) -> dict[str, Any]:
+        """What a checkpoint says of the run beside its arrays; `row` are the metrics of its last step."""
         return {
+            # As text: it may hold NaN.
+            "row": json.dumps(row),
             "step": step,
             "position": step * self.settings.micro_batches,
             "seed": self.settings.seed,
-            "data": self.data.train.digest,
+            "data": self.training_data.train.digest,
             "layout": self._layout_key(),
             # A round trip, since JSON has lists where capacities have tuples.
             "capacity": json.loads(json.dumps(dataclasses.asdict(capacity))),
         }
 
     def saved_capacity(self, meta: dict[str, Any]) -> StepCapacity | None:
-        """The capacity a checkpoint was made with, if this run lays tokens out alike: then resuming is bit-identical."""
+        """The capacity of a checkpoint, if this run lays tokens out alike: then resuming is bit-identical."""
         if meta["layout"] != self._layout_key():
             return None
         return _capacity_from_json(meta["capacity"])
@@ -227,32 +187,75 @@ class Run:
             self.settings.micro_batches,
         ]
 
-    def check_same_data(self, meta: dict[str, Any], checkpoints: Checkpoints) -> None:
-        """Refuse to resume on other data: the saved position would mean other sequences.
+    def check_same_data(self, meta: dict[str, Any], folder: os.PathLike[str]) -> None:
+        """Refuse to go on from a checkpoint where its position would mean other sequences.
+
+        Args:
+            meta: what the checkpoint says of its run.
+            folder: where it is, for the message.
 
         Raises:
-            UserError: if data, its settings or the seed changed.
+            UserError: if the seed, the data, their settings or the number of micro-batches changed.
         """
-        if meta["data"] != self.data.train.digest:
-            raise UserError(
-                f"{checkpoints.directory} was trained on other data, data settings or seed: its position, step"
-                f" {meta['step']}, means other sequences now. Restore them, or choose another --workdir."
-            )
+        settings = self.settings
+        if meta["seed"] != settings.seed:
+            changed = f"with train.seed={meta['seed']}, now {settings.seed}"
+        elif meta["position"] != meta["step"] * settings.micro_batches:
+            before = meta["position"] / max(meta["step"], 1)
+            changed = f"with train.micro_batches={before:.0f}, now {settings.micro_batches}"
+        elif meta["data"] != self.training_data.train.digest:
+            changed = "on other data, or with other settings of the data"
+        else:
+            return
+        raise UserError(
+            f"{folder} was trained {changed}: its position, step {meta['step']}, means other sequences now."
+            " Restore what it was, or choose another --workdir."
+        )
 
-    def _check_memory(self) -> None:
+    def check_rows(self, rows: int, why: str) -> None:
+        """Refuse rows of a device that cannot be held even if nothing but the layers' inputs is kept.
+
+        Args:
+            rows: tokens on the fullest device.
+            why: where they come from, for the message.
+
+        Raises:
+            UserError: with the arithmetic.
+        """
+        model = self.settings.model
+        itemsize = np.dtype(model.dtype).itemsize
+        needed = rows * model.width * itemsize * model.depth
+        available = int(self._memory_bytes() - self._state_bytes(_COPIES))
+        if needed <= available or self.settings.allow_oversized:
+            return
+        raise UserError(
+            f"{why}, {rows:,} of them on a device; the inputs of {model.depth} layers, {model.width} x {itemsize}"
+            f" bytes a token, are {size_text(needed)}, of {size_text(max(available, 0))} that parameters and optimiser"
+            " leave. Use larger bags, more devices or more shards, or bound the data's tokens."
+        )
+
+    def _memory_bytes(self) -> int:
+        """Memory of a device; virtual ones share the host's."""
+        return device_memory_bytes(self.mesh) or _host_memory_bytes() // len(self.mesh.local_devices)
+
+    def _state_bytes(self, copies: int) -> int:
+        """Bytes on a device of so many arrays like the parameters."""
+        degree = self.mesh.shape["shard"]
+        return bytes_per_device(self.abstract_state.params, self.program.axes, degree, copies=copies)
+
+    def _check_memory(self, copies: int) -> None:
         """Refuse parameters, optimiser and EMA that a device cannot hold, with the arithmetic."""
         degree = self.mesh.shape["shard"]
-        params = self.abstract_state.params
-        needed = bytes_per_device(params, self.program.axes, degree, copies=_COPIES)
-        available = device_memory_bytes(self.mesh) or _host_memory_bytes() // len(self.mesh.local_devices)
+        needed, available = self._state_bytes(copies), self._memory_bytes()
         if needed <= _MEMORY_SHARE * available or self.settings.allow_oversized:
             return
+        what = " (parameters, two moments, EMA, gradients)" if copies == _COPIES else ""
         more = (
             "" if degree == self.mesh.devices.size else f" Raise train.shards (now {degree}) to shard them,"
         )
         raise UserError(
-            f"{self.num_params:,} parameters in float32, times {_COPIES} (parameters, two moments, EMA, gradients), over"
-            f" {degree} shard{'s' * (degree > 1)} are {size_text(needed)} a device, of {size_text(available)} at most"
+            f"{self.num_params:,} parameters in float32, times {copies}{what}, over {degree}"
+            f" shard{'s' * (degree > 1)} are {size_text(needed)} a device, of {size_text(available)} at most"
             f" {_MEMORY_SHARE:.0%} may be used.{more} use more devices, or set train.allow_oversized=True."
         )
 
@@ -266,22 +269,16 @@ def _capacity_from_json(saved: dict[str, Any]) -> StepCapacity:
 
 
 def _host_memory_bytes() -> int:
-    import os
-
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _check_settings(settings: RunSettings) -> None:
-    for name in (
-        "steps",
-        "micro_batches",
-        "save_every",
-        "keep",
-        "log_every",
-        "lookahead",
-        "num_devices",
-        "shards",
-    ):
+def check_settings(settings: RunSettings) -> None:
+    """Refuse settings that no run can have; touches no device.
+
+    Raises:
+        UserError: naming the rule.
+    """
+    for name in _AT_LEAST_ONE:
         if getattr(settings, name) < 1:
             raise UserError(f"train.{name} must be at least 1; got {name}={getattr(settings, name)}.")
     for name in ("eval_every", "sample_every"):
@@ -298,8 +295,37 @@ def _check_settings(settings: RunSettings) -> None:
             f"train.remat must be full with train.shards > 1; got remat={settings.remat!r}, shards={settings.shards}:"
             " sharded layers are gathered and computed again in the backward pass."
         )
+    _check_objective(settings)
 
 
-def workdir_of(path: str | None) -> Path:
-    """The run's folder, `runs/default` if not given."""
-    return Path(path or "runs/default")
+_AT_LEAST_ONE = (
+    "steps",
+    "micro_batches",
+    "save_every",
+    "keep",
+    "log_every",
+    "lookahead",
+    "num_devices",
+    "shards",
+)
+
+
+def _check_objective(settings: RunSettings) -> None:
+    """Refuse an objective that is not for the model."""
+    model, objective = settings.model, settings.objective
+    wanted = DiffusionLoss if model.uses_labels else FlowMatching
+    if not isinstance(objective, wanted):
+        raise UserError(
+            "train.objective must be flow_matching for text_to_image and diffusion for class_to_image; got"
+            f" {type(objective).__name__} for a model {'with' if model.uses_labels else 'without'} class labels."
+        )
+    if isinstance(objective, DiffusionLoss) and objective.channels != model.pixel_channels:
+        raise UserError(
+            f"diffusion.channels must be class_to_image.channels; got {objective.channels} and"
+            f" {model.pixel_channels}."
+        )
+    if isinstance(objective, FlowMatching) and (objective.guidance is None) == model.guidance_embed:
+        raise UserError(
+            "flow_matching.guidance is for models with text_to_image.guidance_embed=True, and they need it; got"
+            f" guidance={objective.guidance}, guidance_embed={model.guidance_embed}. FLUX.1-dev has 3.5 and True."
+        )

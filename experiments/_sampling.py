@@ -43,7 +43,9 @@ def parse_size(text: str) -> tuple[int, int, int]:
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise UserError(f"a size is HEIGHTxWIDTH or FRAMESxHEIGHTxWIDTH in pixels, such as 32x48; got {text!r}.")
+        raise UserError(
+            f"a size is HEIGHTxWIDTH or FRAMESxHEIGHTxWIDTH in pixels, such as 32x48; got {text!r}."
+        )
     return int(match[1] or 1), int(match[2]), int(match[3])
 
 
@@ -59,6 +61,16 @@ def parse_request(text: str, noise_id: int) -> SampleRequest:
     return SampleRequest(prompt.strip(), *parse_size(size), noise_id)
 
 
+def check_prompts(run: Run) -> None:
+    """Refuse sample prompts of the config that the model cannot make, before the run and not at its first grid.
+
+    Raises:
+        UserError: naming the rule.
+    """
+    for i, text in enumerate(run.settings.sample_prompts):
+        check_request(parse_request(text, i), run)
+
+
 def check_request(request: SampleRequest, run: Run) -> None:
     """Refuse what the model cannot make.
 
@@ -67,18 +79,28 @@ def check_request(request: SampleRequest, run: Run) -> None:
     """
     patch, model = run.settings.data.patch, run.settings.model
     if not patch:
-        raise UserError("this run was trained on rows that are no pixels (synthetic data): it cannot make pictures.")
+        raise UserError(
+            "this run was trained on rows that are no pixels (synthetic data): it cannot make pictures."
+        )
     for name in ("frames", "height", "width"):
         value = getattr(request, name)
         step = 1 if name == "frames" else patch
         if value < step or value % step:
-            raise UserError(f"{name} must be a multiple of {step}; got {name}={value}. Try {max(round(value / step), 1) * step}.")
-    if model.max_text is not None and len(request.prompt.encode()) > model.max_text:
-        raise UserError(
-            f"a prompt has at most {model.max_text} bytes; got {len(request.prompt.encode())}. Shorten it."
-        )
-    if model.text_channels:
+            nearest = max(round(value / step), 1) * step
+            raise UserError(f"{name} must be a multiple of {step}; got {name}={value}. Try {nearest}.")
+    if model.uses_labels:
+        _check_label(request.prompt, model.num_classes)
+        return
+    if model.max_text is None:
         raise UserError("this model takes precomputed text features; it cannot be prompted with text yet.")
+    num_bytes = len(request.prompt.encode())
+    if num_bytes > model.max_text:
+        raise UserError(f"a prompt has at most {model.max_text} bytes; got {num_bytes}. Shorten it.")
+
+
+def _check_label(prompt: str, num_classes: int) -> None:
+    if not (prompt.isascii() and prompt.isdigit() and int(prompt) < num_classes):
+        raise UserError(f"the prompt of this model is a class number below {num_classes}; got {prompt!r}.")
 
 
 class PictureSampler:
@@ -108,14 +130,21 @@ class PictureSampler:
         planner = self._run.planner
         layout = planner.layout(index)
         without = StepLayout(plan_without_text(layout.plan), layout.block)
-        for needs in map(planner.needs, (layout, without)):
-            self._capacity = needs if self._capacity is None else self._capacity
-            self._capacity = self._capacity.grown(needs)
-        capacity = self._capacity
+        capacity = self._grow(planner.needs(layout), planner.needs(without))
         if capacity not in self._programs:
             self._programs[capacity] = make_sample_step(self._run.program, capacity, self._settings)
-        rows = self._programs[capacity](params, self._inputs(index, requests, layout, without), self._key)
+        tables = self._tables(capacity, layout, without)
+        inputs = self._inputs(index, requests, capacity, tables)
+        rows = self._programs[capacity](params, inputs, self._key)
         return self._pictures(np.asarray(_on_all_processes(rows)), index)
+
+    def _grow(self, *needs: StepCapacity) -> StepCapacity:
+        """The capacity of the batches so far and of these needs."""
+        capacity = needs[0] if self._capacity is None else self._capacity
+        for need in needs:
+            capacity = capacity.grown(need)
+        self._capacity = capacity
+        return capacity
 
     def _index(self, requests: Sequence[SampleRequest]) -> StepIndex:
         patch = self._run.settings.data.patch
@@ -137,32 +166,43 @@ class PictureSampler:
             loss_weight=np.ones(len(requests), np.float32),
         )
 
+    def _tables(self, capacity: StepCapacity, layout: StepLayout, without: StepLayout) -> tuple[Any, Any]:
+        local, place, _ = by_device_placer(self._run.mesh)
+        conditional, unconditional = (step_tables(x, capacity, local) for x in (layout, without))
+        return jax.tree.map(place, conditional), jax.tree.map(place, unconditional)
+
     def _inputs(
-        self, index: StepIndex, requests: Sequence[SampleRequest], layout: StepLayout, without: StepLayout
+        self,
+        index: StepIndex,
+        requests: Sequence[SampleRequest],
+        capacity: StepCapacity,
+        tables: tuple[Any, Any],
     ) -> SampleInputs:
-        run, capacity = self._run, self._capacity
+        run = self._run
         local, place, replicate = by_device_placer(run.mesh)
-        mine = np.flatnonzero(np.isin(index.home(run.planner.num_devices), local)).astype(np.int32)
+        mine = np.flatnonzero(np.isin(index.home(run.planner.num_devices), local)).tolist()
+        channels, labelled = run.settings.model.channels, run.settings.model.uses_labels
         data = StepData(
             index=index,
             num_devices=run.planner.num_devices,
             local_devices=tuple(local),
-            sequences=mine,
-            rows=tuple(np.zeros((index.image_lengths[i], run.settings.model.channels), np.float32) for i in mine),
-            text=tuple(np.frombuffer(requests[i].prompt.encode(), np.uint8)[: index.text_lengths[i]] for i in mine),
+            sequences=np.array(mine, np.int32),
+            rows=tuple(np.zeros((int(index.image_lengths[i]), channels), np.float32) for i in mine),
+            text=tuple(
+                np.frombuffer(requests[i].prompt.encode(), np.uint8)[: index.text_lengths[i]] for i in mine
+            ),
             pooled=(),
             loss_weight=np.ones(len(mine), np.float32),
-            channels=run.settings.model.channels,
-            labels=tuple(_label(requests[i]) for i in mine) if run.settings.model.uses_labels else None,
+            channels=channels,
+            labels=tuple(int(requests[i].prompt) for i in mine) if labelled else None,
         )
         padded = np.zeros((2, capacity.sequences), np.int32)
         padded[0, : len(requests)] = index.image_lengths
         padded[1, : len(requests)] = [request.noise_id for request in requests]
-        tables = [step_tables(x, capacity, local) for x in (layout, without)]
         return SampleInputs(
             rows=jax.tree.map(place, home_rows(data, capacity)),
-            tables=jax.tree.map(place, tables[0]),
-            tables_without_text=jax.tree.map(place, tables[1]),
+            tables=tables[0],
+            tables_without_text=tables[1],
             num_image_tokens=replicate(padded[0]),
             noise_ids=replicate(padded[1]),
         )
@@ -179,12 +219,6 @@ class PictureSampler:
             cut = rows[device, start : start + count]
             pictures.append(frames_from_rows(cut, grid=tuple(grid), patch=patch))
         return pictures
-
-
-def _label(request: SampleRequest) -> int:
-    if not request.prompt.isdigit():
-        raise UserError(f"a class-conditional model takes a class number as prompt; got {request.prompt!r}.")
-    return int(request.prompt)
 
 
 def _on_all_processes(rows: jax.Array) -> Any:

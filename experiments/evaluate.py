@@ -15,11 +15,16 @@ NUM_SAMPLES = 200
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m experiments.evaluate", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.evaluate", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--workdir", required=True, type=Path, help="folder of a quickstart run")
-    parser.add_argument("--size", help="HEIGHTxWIDTH of all samples (default: the sizes of the training digits in turn)")
+    parser.add_argument(
+        "--size", help="HEIGHTxWIDTH of all samples (default: the sizes of the training digits in turn)"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--grid", type=Path, help="also write the samples as a PNG")
+    parser.add_argument("--devices", type=int, help="number of devices (default: as the run was trained on)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME.PARAMETER=VALUE", dest="bindings")
     return parser
 
@@ -31,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     import numpy as np
 
     from experiments._digits import DigitClassifier
+    from experiments._disk import writing
     from experiments._figures import SheetStyle, save_grid
     from experiments._sampling import PictureSampler, SampleRequest, parse_size
     from experiments._workdir import load_run
@@ -39,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     sizes = [(1, *size) for size in DIGIT_SIZES] if args.size is None else [parse_size(args.size)]
     if any(frames != 1 for frames, _, _ in sizes):
         raise UserError(f"--size is HEIGHTxWIDTH, digits are pictures; got {args.size!r}.")
-    run, params, step = load_run(args.workdir, args.bindings)
+    opened = load_run(args.workdir, args.bindings, args.devices)
     labels = np.arange(NUM_SAMPLES) % 10
     # Ten digits in a row share a size, so that every digit is drawn at every size.
     chosen = [sizes[(i // 10) % len(sizes)] for i in range(NUM_SAMPLES)]
@@ -47,11 +53,14 @@ def main(argv: Sequence[str]) -> int:
         SampleRequest(f"a handwritten {DIGIT_WORDS[label]}", *size, noise_id=i)
         for i, (label, size) in enumerate(zip(labels, chosen, strict=True))
     ]
-    pictures = [clip[0] for clip in PictureSampler(run, seed=args.seed)(params, requests)]
+    pictures = [clip[0] for clip in PictureSampler(opened.run, seed=args.seed)(opened.params, requests)]
     classifier = DigitClassifier()
     correct = classifier.classify(pictures) == labels
     if args.grid is not None:
-        save_grid(args.grid, pictures, [r.prompt for r in requests], style=SheetStyle(columns=10, cell=96))
+        with writing(args.grid, "Choose another --grid."):
+            save_grid(
+                args.grid, pictures, [r.prompt for r in requests], style=SheetStyle(columns=10, cell=96)
+            )
     by_size = {
         f"{height}x{width}": float(correct[[size == (frames, height, width) for size in chosen]].mean())
         for frames, height, width in sizes
@@ -59,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     result = {
         "recognised": float(correct.mean()),
         "samples": NUM_SAMPLES,
-        "step": step,
+        "step": opened.step,
         "classifier_accuracy": classifier.held_out_accuracy(),
         "recognised_by_digit": [float(correct[labels == digit].mean()) for digit in range(10)],
         "recognised_by_size": by_size,
