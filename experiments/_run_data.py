@@ -9,6 +9,10 @@ from experiments._config import UserError, checking
 from experiments.data import DataError, Source, StepSampler, ValidationSampler, split_source
 
 
+# Fewer held-out names than this are chosen by count and not by chance.
+_FEW_NAMES = 8
+
+
 @dataclass(frozen=True)
 class Data:
     """The data of a run: what is trained on, and what is held out."""
@@ -63,8 +67,16 @@ def _open_sources(spec: DataSpec, seed: int) -> tuple[list[Source], list[Source]
     sources = spec.open()
     if not spec.validation_fraction:
         return sources, []
-    parts = [split_source(source, fraction=spec.validation_fraction, seed=seed) for source in sources]
+    parts = [_split(source, spec.validation_fraction, seed) for source in sources]
     return [part[0] for part in parts], [part[1] for part in parts]
+
+
+def _split(source: Source, fraction: float, seed: int) -> tuple[Source, Source]:
+    """Hold out a share of a source; of a small one, which chance might leave whole, at least one name."""
+    names = len({source.split_name(i) for i in range(min(len(source), _FEW_NAMES * 16))})
+    if names * fraction < _FEW_NAMES and len(source) <= _FEW_NAMES * 16:
+        return split_source(source, count=max(round(names * fraction), 1), seed=seed)
+    return split_source(source, fraction=fraction, seed=seed)
 
 
 def _check_fits_model(source: Source, model: ModelSpec) -> None:

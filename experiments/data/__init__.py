@@ -18,6 +18,8 @@ from experiments.data._loader import make_loader as make_loader
 from experiments.data._media import MediaRules as MediaRules
 from experiments.data._quickstart import DIGIT_SIZES as DIGIT_SIZES
 from experiments.data._quickstart import DIGIT_WORDS as DIGIT_WORDS
+from experiments.data._quickstart import LARGE_DIGIT_SIZES as LARGE_DIGIT_SIZES
+from experiments.data._quickstart import SMALL_DIGIT_SIZES as SMALL_DIGIT_SIZES
 from experiments.data._quickstart import ClipSource as ClipSource
 from experiments.data._quickstart import Digits as Digits
 from experiments.data._quickstart import DigitSource as DigitSource
@@ -50,6 +52,8 @@ from experiments.data._validation import split_source as split_source
 __all__ = [
     "DIGIT_SIZES",
     "DIGIT_WORDS",
+    "LARGE_DIGIT_SIZES",
+    "SMALL_DIGIT_SIZES",
     "BadLimit",
     "BadSampleError",
     "BadTally",

@@ -31,7 +31,10 @@ _DIGIT_CAPTIONS = (
 _MAIN_CAPTION_SHARE = 0.6
 
 # Height and width in pixels.
-DIGIT_SIZES = ((16, 16), (24, 16), (16, 24), (24, 24), (32, 32), (48, 32), (32, 48))
+# Two sources of digits, so that a config can give small ones, of which a token budget holds more, a share of their own.
+SMALL_DIGIT_SIZES = ((16, 16), (24, 16), (16, 24))
+LARGE_DIGIT_SIZES = ((24, 24), (32, 32), (48, 32), (32, 48))
+DIGIT_SIZES = SMALL_DIGIT_SIZES + LARGE_DIGIT_SIZES
 
 _HELD_OUT_FRACTION = 0.2
 
@@ -53,7 +56,7 @@ _PHOTOS = {
     "retina.jpg": "the retina of an eye",
     "rocket.jpg": "a rocket on its launch pad",
 }
-PHOTO_TOKENS = (36, 100, 256, 576, 1152)
+PHOTO_TOKENS = (36, 100, 256, 576)
 
 
 class _Scene(NamedTuple):
@@ -77,7 +80,7 @@ _SCENES = (
     _Scene("carphone_pristine.mp4", 60, "a surprised man with a red bow tie in a car"),
 )
 # Frames of a clip and patches of a frame, every second frame of the file.
-CLIP_SHAPES = ((4, 40), (6, 84), (8, 140))
+CLIP_SHAPES = ((4, 40), (6, 66), (8, 88))
 _CLIP_STRIDE = 2
 
 
@@ -142,7 +145,12 @@ class DigitSource(TableSource):
     """
 
     def __init__(
-        self, *, patch: int = 4, sizes: Sequence[tuple[int, int]] = DIGIT_SIZES, held_out: bool = False
+        self,
+        *,
+        patch: int = 4,
+        sizes: Sequence[tuple[int, int]] = DIGIT_SIZES,
+        held_out: bool = False,
+        name: str = "digits",
     ):
         wrong = [s for s in sizes if min(s) < patch or s[0] % patch or s[1] % patch]
         if wrong or not sizes:
@@ -160,7 +168,7 @@ class DigitSource(TableSource):
         grids = [(1, y // patch, x // patch) for y, x in self._sizes] * len(self._digits.labels)
         labels = np.repeat(self._digits.labels, len(self._sizes))
         table = SampleTable(names, split_names, np.asarray(grids, np.int32), captions, labels)
-        super().__init__("digits-held-out" if held_out else "digits", patch=patch, table=table)
+        super().__init__(f"{name}-held-out" if held_out else name, patch=patch, table=table)
 
     def read(self, index: int) -> Float32[np.ndarray, "n_img c_in"]:
         """Rows of a drawn digit."""
@@ -267,5 +275,10 @@ def _packaged_files(package: str, names: Sequence[str] | set[str] | dict[str, st
 
 
 def quickstart_sources(*, patch: int = 4) -> list[TableSource]:
-    """Digits, photographs and clips: 16 to 1,150 image tokens (with patch 4) plus caption bytes."""
-    return [DigitSource(patch=patch), PhotoSource(patch=patch), ClipSource(patch=patch)]
+    """Small digits, large digits, photographs, clips: 16 to about 700 image tokens (with patch 4) and captions."""
+    return [
+        DigitSource(patch=patch, sizes=SMALL_DIGIT_SIZES, name="small-digits"),
+        DigitSource(patch=patch, sizes=LARGE_DIGIT_SIZES, name="large-digits"),
+        PhotoSource(patch=patch),
+        ClipSource(patch=patch),
+    ]
