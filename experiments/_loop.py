@@ -208,6 +208,7 @@ class Trainer:
             " the update was not applied"
         )
         if self.run.settings.on_nonfinite == "stop":
+            checkpoints.wait()
             latest = checkpoints.latest()
             kept = (
                 "no checkpoint was written yet"

@@ -21,6 +21,7 @@ from experiments._feed import Planner, size_capacity
 from experiments._platform import device_memory_bytes, needs_padded_exchange
 from experiments._run_data import Data
 from experiments.data import Sampler
+from jaxdit.models import scan_layers
 from jaxdit.training import (
     DiffusionLoss,
     FlowMatching,
@@ -290,6 +291,8 @@ def check_settings(settings: RunSettings) -> None:
         raise UserError(f"train.on_nonfinite must be skip or stop; got {settings.on_nonfinite!r}.")
     if not 0 <= settings.ema_decay < 1:
         raise UserError(f"train.ema_decay must be in [0, 1); got ema_decay={settings.ema_decay}.")
+    with checking("train.remat"):
+        scan_layers(settings.remat)
     if settings.shards > 1 and settings.remat != "full":
         raise UserError(
             f"train.remat must be full with train.shards > 1; got remat={settings.remat!r}, shards={settings.shards}:"

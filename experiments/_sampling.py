@@ -13,7 +13,7 @@ from experiments._feed import by_device_placer, home_rows
 from experiments._run import Run
 from experiments.data import StepData, StepIndex, frames_from_rows
 from jaxdit.training import SampleInputs, SamplerSettings, make_sample_step, plan_without_text
-from solver import StepCapacity, StepLayout, step_tables
+from solver import StepCapacity, StepLayout, capacity_for, step_tables
 
 _SIZE = re.compile(r"(?:(\d+)x)?(\d+)x(\d+)")
 
@@ -41,7 +41,8 @@ def parse_size(text: str) -> tuple[int, int, int]:
     Raises:
         UserError: for another form.
     """
-    match = _SIZE.fullmatch(text.strip())
+    text = text.strip()
+    match = _SIZE.fullmatch(text)
     if match is None:
         raise UserError(
             f"a size is HEIGHTxWIDTH or FRAMESxHEIGHTxWIDTH in pixels, such as 32x48; got {text!r}."
@@ -139,12 +140,12 @@ class PictureSampler:
         return self._pictures(np.asarray(_on_all_processes(rows)), index)
 
     def _grow(self, *needs: StepCapacity) -> StepCapacity:
-        """The capacity of the batches so far and of these needs."""
-        capacity = needs[0] if self._capacity is None else self._capacity
+        """The capacity of the batches so far and of these needs; it has room for text even where there is none."""
+        if self._capacity is None:
+            self._capacity = capacity_for(needs)
         for need in needs:
-            capacity = capacity.grown(need)
-        self._capacity = capacity
-        return capacity
+            self._capacity = self._capacity.grown(need)
+        return self._capacity
 
     def _index(self, requests: Sequence[SampleRequest]) -> StepIndex:
         patch = self._run.settings.data.patch

@@ -1,0 +1,149 @@
+"""Running the programs on the smallest config, in this process or another, and looking at what they left."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from gin import config as gin_config
+
+from experiments import _loop, _sampling
+from experiments._program import run_program
+from jaxdit.training import TrainProgram
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "tests" / "data" / "tiny.gin"
+# Compiling takes most of the time of a tiny run: not optimised, and once for all runs of a test.
+QUICK_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+CACHE_SETTINGS = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+
+
+# Settings of a run that its compiled programs do not depend on.
+NOT_COMPILED = {"save_every", "keep", "log_every", "eval_every", "sample_every", "sample_prompts", "on_nonfinite"}
+_programs = {}
+
+
+def _compiled_config():
+    return repr(
+        sorted(
+            (selector, name, str(value))
+            for (_, selector), values in gin_config._CONFIG.items()
+            for name, value in values.items()
+            if name not in NOT_COMPILED
+        )
+    )
+
+
+def _shared(make, kind):
+    def made(first, *rest):
+        key = (kind, _compiled_config(), str(rest))
+        if key not in _programs:
+            _programs[key] = make(first, *rest)
+        return _programs[key]
+
+    return made
+
+
+@contextlib.contextmanager
+def programs_shared():
+    """Runs of one config in this process share what they compile, and compile without optimisation.
+
+    Compiling takes most of the time of a tiny run, and what these tests are about happens around it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("make_train_step", "make_eval_step"):
+            patch.setattr(_loop, kind, _shared(getattr(_loop, kind), kind))
+        patch.setattr(_sampling, "make_sample_step", _shared(_sampling.make_sample_step, "sample"))
+        fresh = TrainProgram.init_state
+
+        def init_state(self, make_module):
+            key = ("init", _compiled_config())
+            if key not in _programs:
+                state = fresh(self, make_module)
+                _programs[key] = jax.tree.map(np.array, state), jax.tree.map(lambda x: x.sharding, state)
+            values, shardings = _programs[key]
+            # Copies, since the step is given its state for good.
+            return jax.tree.map(lambda x, where: jax.device_put(x.copy(), where), values, shardings)
+
+        patch.setattr(TrainProgram, "init_state", init_state)
+        jax.config.update("jax_disable_most_optimizations", True)
+        try:
+            yield
+        finally:
+            jax.config.update("jax_disable_most_optimizations", False)
+
+
+def run(main, *args):
+    """The exit code of a program run in this process."""
+    return run_program(main, [str(arg) for arg in args])
+
+
+def bindings(**values):
+    """`--set` arguments from keywords whose dots are written as double underscores."""
+    return [
+        text
+        for name, value in values.items()
+        for text in ("--set", f"{name.replace('__', '.')}={value}")
+    ]
+
+
+def start(program, *args, cache=None):
+    """The program started in a process of its own, with a text pipe for each output."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_FLAGS}
+    if cache is not None:
+        env["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+        env.update(CACHE_SETTINGS)
+    command = [sys.executable, "-m", f"experiments.{program}", *map(str, args)]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def rows(workdir):
+    """The rows of metrics.jsonl."""
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(workdir):
+    """Losses by step; every step must be there once, in order."""
+    found = rows(workdir)
+    assert [row["step"] for row in found] == list(range(len(found)))
+    return [row["loss"] for row in found]
+
+
+def arrays(workdir, step):
+    """The arrays of a checkpoint by name, read without any of the programs' code."""
+    folder = (workdir / "checkpoints" / str(step)).absolute()
+    names = json.loads((folder / "meta" / "metadata").read_text())["arrays"]
+    as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+        return handler.restore(folder / "state", args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+
+
+def checkpoints(workdir):
+    """The steps that have a complete checkpoint."""
+    return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def interrupted(workdir, target, step):
+    """A copy of a run as it was when killed right after the checkpoint of a step."""
+    shutil.copytree(workdir, target)
+    for later in checkpoints(target):
+        if later > step:
+            shutil.rmtree(target / "checkpoints" / str(later))
+    return target
+
+
+def snapshot(workdir):
+    """Every file of a run with the time of its last change."""
+    return {path: path.stat().st_mtime_ns for path in sorted(workdir.rglob("*")) if path.is_file()}

@@ -1,0 +1,163 @@
+"""Pictures and clips from a trained run: any batch, any devices, the same picture."""
+
+import dataclasses
+import os
+import shutil
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from experiments import sample, train
+from experiments._sampling import PictureSampler, SampleRequest
+from experiments._workdir import load_run
+from tests.experiments._program_cases import TINY, bindings, programs_shared, run, snapshot
+
+SEVEN = SampleRequest("a handwritten seven", 1, 32, 48, noise_id=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick():
+    with programs_shared():
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A few large steps, so that the weights are not those of the start, which ignore the prompt."""
+    workdir = tmp_path_factory.mktemp("trained") / "run"
+    changes = bindings(
+        train__num_devices=2, train__bags="g2n1", train__ema_decay=0.5, adamw__learning_rate=0.01
+    )
+    assert run(train.main, "--config", TINY, "--workdir", workdir, *changes) == 0
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def opened(trained):
+    return load_run(trained, [])
+
+
+def draw(trained, *args):
+    return run(sample.main, "--workdir", trained, *args)
+
+
+def grey_levels(a, b):
+    return int(np.abs(a.astype(int) - b.astype(int)).max())
+
+
+def test_a_picture_and_what_it_says_of_itself(trained, tmp_path):
+    out = tmp_path / "new" / "seven.png"
+    assert draw(trained, "--prompt", SEVEN.prompt, "--size", "32x48", "--seed", 5, "--out", out) == 0
+    with Image.open(out) as picture:
+        assert picture.size == (48, 32)
+        assert picture.mode == "RGB"
+        about = picture.text
+    assert about["prompt"] == SEVEN.prompt
+    assert about["seed"] == "5"
+    assert about["step"] == "6"
+
+
+def test_several_prompts_in_one_batch_without_the_data(trained, tmp_path, monkeypatch):
+    def refuse(**kwargs):
+        raise AssertionError("the training data was opened")
+
+    monkeypatch.setattr("experiments._components.quickstart_sources", refuse)
+    shutil.copytree(trained, tmp_path / "run")
+    before = snapshot(tmp_path / "run")
+    arguments = ["--prompt", "A ginger cat!", "--prompt", "", "--prompt", "../x", "--size", "16x24"]
+    assert draw(tmp_path / "run", *arguments) == 0
+    after = snapshot(tmp_path / "run")
+    assert {path: after[path] for path in before} == before
+    assert sorted(path.name for path in after if path not in before) == [
+        "a_ginger_cat_16x24_seed0_0.png",
+        "empty_16x24_seed0_1.png",
+        "x_16x24_seed0_2.png",
+    ]
+
+
+def test_nothing_but_an_empty_prompt(trained, tmp_path):
+    arguments = ["--prompt", "", "--size", "16x24", *bindings(sampler__num_steps=1)]
+    assert draw(trained, *arguments, "--out", tmp_path / "a.png") == 0
+
+
+def test_clips(trained, tmp_path):
+    for name in ("clip.gif", "clip.mp4"):
+        out = tmp_path / name
+        assert draw(trained, "--prompt", "a rabbit", "--size", "16x24", "--frames", 3, "--out", out) == 0
+        with av.open(str(out)) as container:
+            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        assert [frame.shape for frame in frames] == [(16, 24, 3)] * 3
+
+
+def test_the_same_seed_gives_the_same_picture_and_another_another(opened):
+    one, again = (PictureSampler(opened.run, seed=4)(opened.params, [SEVEN])[0] for _ in range(2))
+    np.testing.assert_array_equal(one, again)
+    other = PictureSampler(opened.run, seed=5)(opened.params, [SEVEN])[0]
+    assert grey_levels(one, other) > 20
+
+
+@pytest.fixture(scope="module")
+def batch(opened):
+    """Prompts, sizes and noises of all kinds in one batch; three differ in nothing but the prompt."""
+    requests = [
+        SampleRequest("a ginger cat", 1, 64, 32, noise_id=0),
+        SampleRequest("", 2, 16, 16, noise_id=1),
+        SEVEN,
+        dataclasses.replace(SEVEN, noise_id=4),
+        dataclasses.replace(SEVEN, prompt="a ginger cat"),
+        dataclasses.replace(SEVEN, prompt=""),
+    ]
+    return PictureSampler(opened.run, seed=4)(opened.params, requests)
+
+
+def test_a_picture_does_not_depend_on_its_batch(opened, batch):
+    (alone,) = PictureSampler(opened.run, seed=4)(opened.params, [SEVEN])
+    assert [picture.shape for picture in batch[:3]] == [(1, 64, 32, 3), (2, 16, 16, 3), (1, 32, 48, 3)]
+    assert grey_levels(batch[2], alone) <= 1
+    assert grey_levels(batch[3], alone) > 20
+
+
+def test_a_prompt_matters(batch):
+    assert grey_levels(batch[2], batch[4]) > 1
+    assert grey_levels(batch[2], batch[5]) > 1
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.full)])
+def test_a_picture_does_not_depend_on_the_devices(trained, opened, devices):
+    (here,) = PictureSampler(opened.run, seed=4)(opened.params, [SEVEN])
+    elsewhere = load_run(trained, [], devices)
+    assert elsewhere.run.mesh.devices.size == devices
+    (there,) = PictureSampler(elsewhere.run, seed=4)(elsewhere.params, [SEVEN])
+    assert grey_levels(here, there) <= 1
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (["--prompt", "a" * 65], "at most 64 bytes; got 65"),
+        (["--prompt", "é" * 33], "at most 64 bytes; got 66"),
+        (["--prompt", "a", "--size", "32x41"], "width must be a multiple of 8; got width=41. Try 40."),
+        (["--prompt", "a", "--size", "0x8"], "height must be a multiple of 8"),
+        (["--prompt", "a", "--frames", "0"], "frames must be a multiple of 1"),
+        (["--prompt", "a", "--set", "sampler.method=rk4"], "method must be one of euler, heun"),
+        (["--prompt", "a", "--set", "text_to_image.width=64"], "axes_dim"),
+        (["--prompt", "a", "--set", "text_to_image.num_single_blocks=3"], "is of another model"),
+        (["--prompt", "a", "--set", "sampler.steps=3"], "the closest known is 'sampler.num_steps'"),
+    ],
+)
+def test_what_the_model_cannot_make_is_refused(trained, capfd, args, part):
+    assert draw(trained, *args) == 2
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert part in errors[0]
+    assert not (trained / "samples").exists()
+
+
+def test_a_file_that_cannot_be_written(trained, tmp_path, capfd):
+    (tmp_path / "file").write_text("in the way")
+    arguments = ["--prompt", SEVEN.prompt, "--size", "32x48", "--out", tmp_path / "file" / "a.png"]
+    assert draw(trained, *arguments) == 2
+    assert "Choose another --out" in capfd.readouterr().err
+    assert not os.path.isdir(tmp_path / "file")
