@@ -200,7 +200,7 @@ def quickstart(
 ) -> DataSpec:
     """Small digits, large digits, photographs and clips from Python packages; `weights` in this order."""
     return DataSpec(
-        open=lambda: list(quickstart_sources(patch=patch)),
+        open=lambda: quickstart_sources(patch=patch),
         token_budget=token_budget,
         weights=None if weights is None else tuple(weights),
         caption_dropout=caption_dropout,

@@ -8,7 +8,6 @@ from experiments._components import DataSpec, ModelSpec, RunSettings
 from experiments._config import UserError, checking
 from experiments.data import DataError, Source, StepSampler, ValidationSampler, split_source
 
-
 # Fewer held-out names than this are chosen by count and not by chance.
 _FEW_NAMES = 8
 

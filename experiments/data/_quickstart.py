@@ -16,7 +16,7 @@ from experiments.data._decode import FrameChoice, media_size, open_media, read_f
 from experiments.data._hash import name_uniform
 from experiments.data._rows import rows_from_frames, snap_grid
 from experiments.data._table import SampleTable, TableSource
-from experiments.data._types import DataError
+from experiments.data._types import DataError, Source
 
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
@@ -274,7 +274,7 @@ def _packaged_files(package: str, names: Sequence[str] | set[str] | dict[str, st
     return found
 
 
-def quickstart_sources(*, patch: int = 4) -> list[TableSource]:
+def quickstart_sources(*, patch: int = 4) -> list[Source]:
     """Small digits, large digits, photographs, clips: 16 to about 700 image tokens (with patch 4) and captions."""
     return [
         DigitSource(patch=patch, sizes=SMALL_DIGIT_SIZES, name="small-digits"),
