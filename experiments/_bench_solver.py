@@ -1,75 +1,239 @@
-"""Times of the balancer, on the batches of the three published mixes."""
+"""Times of the balancer and of what follows a plan, on the recorded batches of the three published mixes.
 
-import gzip
-import json
+Three things are timed apart: `balance`, from lengths to a finished plan (slice tables and every figure
+included); what one host makes of it for its 8 devices, off the critical path (layouts, routes, sizes, padded
+tables); and the expansion of those tables to row indices on a device.
+"""
+
 import time
 from collections.abc import Callable
-from pathlib import Path
-from statistics import median
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
-from solver import BalancePlan, Topology, balance
+import jax
 
-_BATCHES = Path(__file__).parents[1] / "tests" / "data" / "balance.json.gz"
+from experiments._bench_batches import mean, recorded_steps
+from experiments._bench_report import Section, Times, markdown_table, paragraph
+from parallel import expand_attention, expand_route
+from solver import (
+    BalancePlan,
+    StepLayout,
+    StepTables,
+    Topology,
+    balance,
+    capacity_for,
+    step_needs,
+    step_tables,
+)
+
 _DEVICES_PER_MACHINE = 8
-_REPEATS = 15
-# (mix, copies of its 32 ranks, milliseconds a plan may take)
-_CASES = (("joint", 1, 1.0), ("lowres", 1, 5.0), ("mixres", 1, 1.0), ("joint", 32, 50.0))
+_NUM_HEADS = 24
+_BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """Ranks of a mix, repeated, and the milliseconds a plan may take, where a limit was set."""
+
+    mix: str
+    copies: int
+    limit_ms: float | None
+
+
+_CASES = (_Case("joint", 1, 1.0), _Case("lowres", 1, 5.0), _Case("mixres", 1, None), _Case("joint", 32, 50.0))
 _BAG_SIZES = (1, 2, 4, 8)
 
 
-def solver_times(batches: Path = _BATCHES) -> list[dict[str, str | int | float]]:
-    """Time `balance` from lengths to a finished plan: slice tables and every figure included.
+@dataclass(frozen=True, slots=True)
+class SolverTimes:
+    """Milliseconds for one mix, device count and bag spec; of the slower of the steps timed.
 
-    The first two steps of each mix, on 32 devices and, the ranks repeated, on 1,024, for equal bags of 1, 2, 4
-    and 8 devices.
+    Attributes:
+        mix, devices, bags, sequences, limit_ms: the case.
+        plan_ms: `balance`.
+        host_ms: layouts, routes, sizes and tables of one host's devices.
+        load_max_over_mean, static_step_cost: of the plans, means over the steps.
+    """
 
-    Args:
-        batches: gzipped JSON with `batches[mix]["steps"][step][rank]` a list of lengths.
+    mix: str
+    devices: int
+    bags: str
+    sequences: int
+    limit_ms: float | None
+    plan_ms: Times
+    host_ms: Times
+    load_max_over_mean: float
+    static_step_cost: float
 
-    Returns:
-        One entry for each mix, device count and bag spec: `mix`, `devices`, `bags`, `sequences`, `min_ms` and
-        `median_ms` over the repeats (of the slower step), `limit_ms`, `load_max_over_mean` and
-        `static_step_cost` (means over the steps).
+    @property
+    def share_of_limit(self) -> float:
+        """Median over limit; 0 without one."""
+        return self.plan_ms.middle / self.limit_ms if self.limit_ms else 0.0
+
+
+def solver_times(*, repeats: int = 15, quick: bool = False) -> list[SolverTimes]:
+    """Time planning and what one host does afterwards, for equal bags of 1, 2, 4 and 8 devices.
+
+    The first two steps of each mix, on 32 devices and, the ranks repeated, on 1,024.
 
     Raises:
-        FileNotFoundError: the batches are not there: they are part of a checkout, not of the wheel.
+        UserError: outside a checkout, which the recorded batches are part of.
     """
-    mixes = json.loads(gzip.decompress(batches.read_bytes()))["batches"]
-    rows: list[dict[str, str | int | float]] = []
-    for mix, copies, limit_ms in _CASES:
-        for size in _BAG_SIZES:
-            steps = [step * copies for step in mixes[mix]["steps"][:2]]
-            rows.append({"mix": mix, "limit_ms": limit_ms, **_time_spec(steps, size)})
-    return rows
+    cases = _CASES[:1] if quick else _CASES
+    return [_time_spec(case, size, repeats) for case in cases for size in _BAG_SIZES]
 
 
-def _time_spec(steps: list[list[list[int]]], size: int) -> dict[str, str | int | float]:
-    num_devices = len(steps[0])
-    bags = f"g{size}n{num_devices // size}"
-    topology = Topology(num_devices // _DEVICES_PER_MACHINE, _DEVICES_PER_MACHINE)
-    plans, least, middle = [], 0.0, 0.0
-    for ranks in steps:
-        lengths = [length for rank in ranks for length in rank]
-        home = [device for device, rank in enumerate(ranks) for _ in rank]
+def _time_spec(case: _Case, size: int, repeats: int) -> SolverTimes:
+    problems = [_problem(case, size, step) for step in range(2)]
+    plans = [plan() for plan in problems]
+    plan_ms = [_times(plan, repeats) for plan in problems]
+    host_ms = [_times(partial(_host_tables, plan), max(repeats // 3, 2)) for plan in plans]
+    return SolverTimes(
+        mix=case.mix,
+        devices=plans[0].num_devices,
+        bags=f"g{size}n{plans[0].num_devices // size}",
+        sequences=len(plans[0].lengths),
+        limit_ms=case.limit_ms,
+        plan_ms=max(plan_ms, key=lambda t: t.middle),
+        host_ms=max(host_ms, key=lambda t: t.middle),
+        load_max_over_mean=mean([plan.load_max_over_mean for plan in plans]),
+        static_step_cost=mean([plan.static_step_cost for plan in plans]),
+    )
 
-        def plan(lengths: list[int] = lengths, home: list[int] = home) -> BalancePlan:
-            return balance(lengths, home, num_devices=num_devices, bags=bags, topology=topology)
 
-        plans.append(plan())
-        times = [_milliseconds(plan) for _ in range(_REPEATS)]
-        least, middle = max(least, min(times)), max(middle, median(times))
-    return {
-        "devices": num_devices,
-        "bags": bags,
-        "sequences": len(plans[0].lengths),
-        "min_ms": least,
-        "median_ms": middle,
-        "load_max_over_mean": sum(p.load_max_over_mean for p in plans) / len(plans),
-        "static_step_cost": sum(p.static_step_cost for p in plans) / len(plans),
+def _problem(case: _Case, size: int, step: int) -> Callable[[], BalancePlan]:
+    ranks = recorded_steps(case.mix)[step] * case.copies
+    lengths = [length for rank in ranks for length in rank]
+    home = [device for device, rank in enumerate(ranks) for _ in rank]
+    return partial(
+        balance,
+        lengths,
+        home,
+        num_devices=len(ranks),
+        bags=f"g{size}n{len(ranks) // size}",
+        num_heads=_NUM_HEADS,
+        topology=Topology(len(ranks) // _DEVICES_PER_MACHINE, _DEVICES_PER_MACHINE),
+    )
+
+
+def _host_tables(plan: BalancePlan) -> StepTables:
+    """All that the first host does with a plan, on a platform with ragged collectives."""
+    layout = StepLayout(plan, _BLOCK)
+    return step_tables(layout, step_needs(layout, padded=False), range(_DEVICES_PER_MACHINE))
+
+
+def _times(call: Callable[[], object], repeats: int) -> Times:
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        samples.append((time.perf_counter() - start) * 1e3)
+    return Times(tuple(samples))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpansionTimes:
+    """Milliseconds in which a device turns its tables into row indices, once a step."""
+
+    bags: str
+    attention_rows: int
+    tokens: int
+    ms: Times
+
+
+def expansion_times(*, repeats: int = 15) -> list[ExpansionTimes]:
+    """Time the expansion of one device's tables of the joint mix at full size, 24 heads, on this platform."""
+    return [_time_expansion(size, repeats) for size in (1, 8)]
+
+
+def _time_expansion(size: int, repeats: int) -> ExpansionTimes:
+    layout = StepLayout(_problem(_CASES[0], size, 0)(), _BLOCK)
+    capacity = capacity_for([step_needs(layout)])
+    tables = jax.tree.map(lambda x: x[0], step_tables(layout, capacity, [0]))
+
+    @jax.jit
+    def expand(tables: Any) -> Any:
+        attention = expand_attention(tables, capacity, num_heads=_NUM_HEADS)
+        image = expand_route(
+            tables.image, capacity.image_route, rows_in=capacity.home_image, rows_out=capacity.image
+        )
+        return attention, image
+
+    placed = jax.device_put(tables)
+    run = partial(_blocked, expand, placed)
+    run()
+    return ExpansionTimes(
+        f"g{size}n{32 // size}", capacity.key_rows, capacity.text + capacity.image, _times(run, repeats)
+    )
+
+
+def _blocked(call: Callable[..., Any], *inputs: Any) -> Any:
+    return jax.block_until_ready(call(*inputs))
+
+
+def bench_solver(*, quick: bool) -> Section:
+    """Everything above as a section."""
+    plans = solver_times(quick=quick, repeats=5 if quick else 15)
+    expansions = [] if quick else expansion_times()
+    figures = {
+        "plans": [asdict(entry) for entry in plans],
+        "expansions": [asdict(entry) for entry in expansions],
     }
+    return Section("solver", "Solver", _body(plans, expansions), figures)
 
 
-def _milliseconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e3
+def _body(plans: list[SolverTimes], expansions: list[ExpansionTimes]) -> str:
+    slowest = max(plans, key=lambda entry: entry.share_of_limit)
+    table = markdown_table(
+        (
+            "mix",
+            "devices",
+            "bags",
+            "sequences",
+            "plan, of limit",
+            "plan, ms",
+            "limit, ms",
+            "tables of a host, ms",
+            "load",
+            "J",
+        ),
+        [
+            (
+                entry.mix,
+                entry.devices,
+                entry.bags,
+                entry.sequences,
+                f"{entry.share_of_limit:.2f}" if entry.limit_ms else "-",
+                entry.plan_ms.text(),
+                f"{entry.limit_ms:.0f}" if entry.limit_ms else "-",
+                entry.host_ms.text(),
+                f"{entry.load_max_over_mean:.4f}",
+                f"{entry.static_step_cost:.3f}",
+            )
+            for entry in plans
+        ],
+    )
+    text = paragraph(
+        f"""The slowest plan takes **{slowest.share_of_limit:.2f} of its limit** ({slowest.mix},
+        {slowest.devices} devices, {slowest.bags}; limits: joint 1 ms, lowres 5 ms, 1,024 devices 50 ms).
+        Times of one thread, median (minimum). *Plan* is `balance` from lengths to slice tables and every
+        figure; *tables of a host* is what one host then makes for its {_DEVICES_PER_MACHINE} devices, off
+        the critical path. *Load* is max over mean, *J* the static step cost."""
+    )
+    return "\n\n".join([text, table, *_expansion_text(expansions)])
+
+
+def _expansion_text(expansions: list[ExpansionTimes]) -> list[str]:
+    if not expansions:
+        return []
+    text = f"""Expansion of a device's tables to row indices, once a step, on one CPU device (joint at
+    full length on 32 devices, {_NUM_HEADS} heads, padded exchange; not measured on a GPU):"""
+    table = markdown_table(
+        ("bags", "tokens a device", "attention rows a device", "ms: median (minimum)"),
+        [
+            (entry.bags, f"{entry.tokens:,}", f"{entry.attention_rows:,}", entry.ms.text(digits=1))
+            for entry in expansions
+        ],
+    )
+    return [paragraph(text), table]
