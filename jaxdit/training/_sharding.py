@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallel import SHARD_AXIS, gather_leaf, shard_axis, sharded_layer_scan
@@ -17,6 +17,8 @@ from ..models import LayerScan, scan_layers
 # Modules whose parameters have a leading layer axis.
 STACKS = frozenset({"double_blocks", "single_blocks", "blocks"})
 REPLICATED = -1
+# An abstract one is enough for tracing programs of devices that are not here.
+AnyMesh = Mesh | AbstractMesh
 
 
 def module_params(module: nnx.Module) -> dict[str, Any]:
@@ -48,7 +50,7 @@ def param_specs(axes: Any) -> Any:
     return jax.tree.map(lambda axis: P() if axis < 0 else P(*[None] * axis, SHARD_AXIS), axes)
 
 
-def param_shardings(axes: Any, mesh: Mesh) -> Any:
+def param_shardings(axes: Any, mesh: AnyMesh) -> Any:
     """Shardings of parameters with the given sharded axes."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(axes), is_leaf=_is_spec)
 
@@ -58,7 +60,7 @@ def _is_spec(x: Any) -> bool:
 
 
 def optimizer_shardings(
-    optimizer: optax.GradientTransformation, params: Any, shardings: Any, mesh: Mesh
+    optimizer: optax.GradientTransformation, params: Any, shardings: Any, mesh: AnyMesh
 ) -> Any:
     """Shardings of the optimiser's state: moments lie with their parameters, counters are replicated."""
     state = jax.eval_shape(optimizer.init, params)
@@ -78,7 +80,7 @@ def gather_unstacked(shards: Any, axes: Any) -> Any:
     return jax.tree_util.tree_map_with_path(gather, shards, axes)
 
 
-def layer_scan_for(axes: Any, mesh: Mesh, *, remat: str, dtype: Any) -> LayerScan:
+def layer_scan_for(axes: Any, mesh: AnyMesh, *, remat: str, dtype: Any) -> LayerScan:
     """The layer scan for parameters on this mesh: plain with a remat policy, or sharded with prefetch.
 
     Raises:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -25,6 +25,7 @@ from solver import StepCapacity, StepTables
 from ._objectives import Context, Objective
 from ._rows import HomeRows, to_token_layout
 from ._sharding import (
+    AnyMesh,
     gather_unstacked,
     layer_scan_for,
     module_params,
@@ -93,7 +94,7 @@ class TrainProgram:
         module: the module, or its abstract form (`nnx.eval_shape`); only its structure is used.
         objective: what it is trained for.
         optimizer: the optimiser.
-        mesh: from `parallel.data_mesh`.
+        mesh: from `parallel.data_mesh`; an abstract mesh of its axes is enough for tracing.
         num_heads: attention heads of the backbone.
         remat: rematerialisation policy of the layer scan; sharded parameters need "full".
         dtype: dtype in which sharded parameters of layers travel.
@@ -104,7 +105,7 @@ class TrainProgram:
     module: nnx.Module
     objective: Objective
     optimizer: optax.GradientTransformation
-    mesh: Mesh
+    mesh: AnyMesh
     num_heads: int
     remat: str = "full"
     dtype: Any = jnp.float32
