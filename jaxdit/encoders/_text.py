@@ -24,7 +24,9 @@ class ByteTextEncoder(nnx.Module):
     """Embeds the bytes of captions, trained with the model.
 
     A feature is the byte's vector plus that of its place in the caption. The pooled vector is a linear map of
-    the mean feature; a caption without bytes (also one dropped for guidance) has a learned vector of its own.
+    the features' sum over the root of their number: it has unit variance at any length, where the mean of many
+    would hide the few bytes in which two captions differ. A caption without bytes (also one dropped for
+    guidance) has a learned vector of its own.
 
     Args:
         text_channels: channels of a feature row.
@@ -78,7 +80,7 @@ class ByteTextEncoder(nnx.Module):
             sums_of_sequences(ones, rows.segment_ids, num_sequences),
         )
         totals, counts = sums if reduce is None else reduce(sums)
-        pooled = self.pool(totals / jnp.maximum(counts, 1.0))
+        pooled = self.pool(totals / jnp.sqrt(jnp.maximum(counts, 1.0)))
         return TextFeatures(features, jnp.where(counts > 0, pooled, self.pooled_empty[...]))
 
     def _embed(self, tokens: Int[Array, "n"], places: Int[Array, "n"]) -> Float[Array, "n c"]:

@@ -95,8 +95,8 @@ def test_byte_features_and_pooled_vectors_follow_their_definition():
     kernel, bias = (np.asarray(p[...], np.float64) for p in (encoder.pool.kernel, encoder.pool.bias))
     for s, caption in enumerate(CAPTIONS):
         tokens = byte_tokens(caption)
-        mean = (byte[tokens] + place[: len(tokens)]).mean(axis=0) if tokens else None
-        expected = encoder.pooled_empty[...][0] if mean is None else mean @ kernel + bias
+        total = (byte[tokens] + place[: len(tokens)]).sum(axis=0) / max(len(tokens), 1) ** 0.5
+        expected = total @ kernel + bias if tokens else encoder.pooled_empty[...][0]
         np.testing.assert_allclose(pooled[s], expected, rtol=1e-5, atol=1e-6)
 
 
