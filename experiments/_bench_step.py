@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 from experiments._bench_batches import RowWidths, random_data
 from experiments._feed import Planner, PreparedStep, StepAssembler, size_capacity
@@ -112,6 +113,7 @@ class Variant:
     @cached_property
     def lending(self) -> list[StepInputs]:
         """Inputs of each batch."""
+        assert isinstance(self.program.mesh, Mesh), "a program that runs has devices"
         assembler = StepAssembler(self.planner, self.program.mesh, self.capacity)
         items = [self._assemble(assembler, index) for index in self.indices]
         return [item.inputs for item in items]

@@ -40,14 +40,14 @@ class StepSizes:
         blocks: double-stream and single-stream blocks.
         batches: recorded steps used.
         rounds: rounds of all variants, each on one batch; at least one a batch.
-        extra_rounds: rounds of lending devices, and of each point of the fit.
+        lending_rounds: rounds that also run batches with lending devices.
         scale: by which lengths are divided.
     """
 
     blocks: tuple[int, int] = (1, 1)
     batches: int = 3
     rounds: int = 9
-    extra_rounds: int = 2
+    lending_rounds: int = 3
     scale: int = SCALE
 
 
@@ -74,16 +74,20 @@ class Measured:
         waiting: seconds of each variant's step in each round, every device with the fullest one's attention.
         lending: the same with attention as it falls, in fewer rounds.
         fixed: seconds of a step of one token a sequence.
+        uniform: seconds of each batch of each program of the fit, in every third round.
     """
 
     waiting: dict[str, list[float]]
     lending: dict[str, list[float]]
     fixed: Times
+    uniform: list[list[list[float]]]
 
 
 def bench_step(*, quick: bool) -> Section:
     """Measure and report."""
-    sizes = StepSizes((1, 0), batches=1, rounds=2, extra_rounds=1, scale=8 * SCALE) if quick else StepSizes()
+    sizes = (
+        StepSizes((1, 0), batches=1, rounds=3, lending_rounds=1, scale=8 * SCALE) if quick else StepSizes()
+    )
     bags = (None, "g8n1") if quick else BAGS
     program = make_program(*sizes.blocks)
     watch = Stopwatch.start(program)
@@ -94,8 +98,8 @@ def bench_step(*, quick: bool) -> Section:
     uniform = _fit_variants(program, sizes.scale)
     for variant in (*variants.values(), tiny, *uniform):
         watch.compile(variant)
-    measured = _measure(watch, variants, tiny, sizes)
-    fit = _fit(watch, uniform, measured.fixed, sizes.extra_rounds)
+    measured = _measure(watch, list(variants.values()), (tiny, uniform), sizes)
+    fit = _fit(uniform, measured)
     rows = [_row(variants[None], variant, measured, fit) for variant in variants.values()]
     figures = {
         "variants": rows,
@@ -110,20 +114,26 @@ def bench_step(*, quick: bool) -> Section:
 
 
 def _measure(
-    watch: Stopwatch, variants: dict[str | None, Variant], tiny: Variant, sizes: StepSizes
+    watch: Stopwatch, variants: list[Variant], models: tuple[Variant, list[Variant]], sizes: StepSizes
 ) -> Measured:
-    waiting: dict[str, list[float]] = {v.name: [] for v in variants.values()}
-    lending: dict[str, list[float]] = {v.name: [] for v in variants.values()}
-    fixed = []
+    """All in turn in every round, so that other load on the machine meets all alike."""
+    waiting: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    lending: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    tiny, uniform = models
+    fixed: list[float] = []
+    seconds: list[list[list[float]]] = [[[] for _ in variant.indices] for variant in uniform]
     for r in range(sizes.rounds):
-        for variant in _rotated(list(variants.values()), r):
+        for variant in _rotated(variants, r):
             batch = r % sizes.batches
             waiting[variant.name].append(watch.run(variant, variant.waiting[batch]))
-            if r < sizes.extra_rounds:
+            if r < sizes.lending_rounds:
                 lending[variant.name].append(watch.run(variant, variant.lending[batch]))
         fixed.append(watch.run(tiny, tiny.lending[0]))
+        for variant, samples in zip(uniform, seconds, strict=True):
+            batch = r % len(samples)
+            samples[batch].append(watch.run(variant, variant.lending[batch]))
         _LOG.info("round %d of %d: %s", r + 1, sizes.rounds, {k: round(v[-1], 2) for k, v in waiting.items()})
-    return Measured(waiting, lending, Times(tuple(fixed)))
+    return Measured(waiting, lending, Times(tuple(fixed)), seconds)
 
 
 def _rotated(items: list[Variant], by: int) -> list[Variant]:
@@ -142,15 +152,14 @@ def _fit_variants(program: TrainProgram, scale: int) -> list[Variant]:
     return variants
 
 
-def _fit(watch: Stopwatch, variants: list[Variant], fixed: Times, rounds: int) -> Fit:
+def _fit(variants: list[Variant], measured: Measured) -> Fit:
     """Fit the cost model to steps of uniform batches and to the fixed part."""
-    points, seconds = [(1.0, 0.0, 0.0)], [fixed.middle]
-    for variant in variants:
-        for index, inputs in zip(variant.indices, variant.lending, strict=True):
-            samples = [watch.run(variant, inputs) for _ in range(rounds)]
+    points, seconds = [(1.0, 0.0, 0.0)], [measured.fixed.middle]
+    for variant, of_batches in zip(variants, measured.uniform, strict=True):
+        for index, samples in zip(variant.indices, of_batches, strict=True):
             squares = float(np.sum(index.lengths.astype(float) ** 2)) / NUM_DEVICES
             points.append((1.0, 24.0 * WIDTH**2 * variant.tokens, 4.0 * WIDTH * squares))
-            seconds.append(min(samples))
+            seconds.append(float(np.median(samples)))
     # Relative errors count alike.
     matrix = np.array(points) / np.array(seconds)[:, None]
     solution = np.linalg.lstsq(matrix, np.ones(len(seconds)), rcond=None)[0]
