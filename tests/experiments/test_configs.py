@@ -1,0 +1,190 @@
+"""Every shipped config: large ones by tracing and by the layout they request, all by one tiny step."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from experiments import _components, train
+from experiments._config import CONFIG_DIR, load_config
+from experiments._feed import home_rows, size_capacity
+from experiments._run import check_settings, make_planner, make_program
+from experiments._run_data import open_data
+from experiments.data import StepReader
+from jaxdit.training import StepInputs, TrainState, bytes_per_device, make_train_step, module_params
+from parallel import DATA_AXES
+from solver import step_tables
+from tests.experiments._program_cases import bindings, losses, programs_shared, run
+
+TINY_SIZES = {
+    "quickstart": {
+        "train__sample_prompts": "[]",
+        "quickstart__token_budget": 1400,
+        "quickstart__patch": 8,
+        "quickstart__validation_fraction": 0.0,
+        "text_to_image__channels": 192,
+        "text_to_image__width": 32,
+        "text_to_image__num_heads": 2,
+        "text_to_image__axes_dim": "[4, 6, 6]",
+        "text_to_image__num_double_blocks": 1,
+        "text_to_image__num_single_blocks": 1,
+        "train__num_devices": 1,
+        "train__bags": "g1n1",
+        "train__lookahead": 4,
+    },
+    "flux_32xh100": {
+        "train__num_devices": 2,
+        "train__devices_per_machine": 1,
+        "train__bags": "g2n1",
+        "train__shards": 2,
+        "train__lookahead": 4,
+        "synthetic__codes": "g1b2i64f1s0,g1b1i32f4s0",
+        "synthetic__text_channels": 16,
+        "synthetic__pooled_channels": 16,
+        "synthetic__max_text": 20,
+        "text_to_image__text_channels": 16,
+        "text_to_image__pooled_channels": 16,
+        "text_to_image__width": 64,
+        "text_to_image__num_heads": 2,
+        "text_to_image__axes_dim": "[8, 12, 12]",
+        "text_to_image__num_double_blocks": 2,
+        "text_to_image__num_single_blocks": 2,
+    },
+    "dit_xl_2": {
+        "train__num_devices": 1,
+        "train__bags": "g1n1",
+        "train__shards": 1,
+        "train__lookahead": 4,
+        "synthetic__codes": "g1b2i64f1s0,g1b1i128f1s0",
+        "class_to_image__name": "DiT-S/2",
+    },
+}
+
+
+@pytest.mark.parametrize("path", sorted(CONFIG_DIR.glob("*.gin")), ids=lambda path: path.stem)
+def test_one_tiny_step(path, tmp_path, monkeypatch):
+    # What is saved and how is tested elsewhere; the smallest published DiT has half a gigabyte of it.
+    monkeypatch.setattr("experiments._checkpoint.Checkpoints.save", lambda *args: True)
+    sizes = bindings(train__steps=1, **TINY_SIZES[path.stem])
+    with programs_shared():
+        assert run(train.main, "--config", path, "--workdir", tmp_path / "run", *sizes) == 0
+    (loss,) = losses(tmp_path / "run")
+    assert math.isfinite(loss)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIG_DIR.glob("*.gin")), ids=lambda path: path.stem)
+def test_headers_say_how_and_what_for(path):
+    header = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert len(header) >= 2
+    assert any("experiments.train" in line for line in header)
+
+
+class Requested:
+    """What a config asks for, found out without its devices."""
+
+    def __init__(self, name, *changes):
+        load_config(name, changes)
+        self.settings = settings = _components.train()
+        check_settings(settings)
+        self.data = open_data(settings)
+        self.planner = make_planner(settings, settings.num_devices, padded=False)
+        self.indices = [self.data.train.step(t) for t in range(16)]
+        self.capacity = size_capacity(self.planner, iter(self.indices))
+        shape = (settings.num_devices // settings.shards, settings.shards)
+        mesh = AbstractMesh(shape, DATA_AXES, axis_types=(AxisType.Auto, AxisType.Auto))
+        self.program = make_program(settings, mesh)
+        self.params = module_params(self.program.module)
+
+    @property
+    def num_params(self):
+        return sum(math.prod(x.shape) for x in jax.tree.leaves(self.params))
+
+    def state_bytes(self, copies):
+        return bytes_per_device(self.params, self.program.axes, self.settings.shards, copies=copies)
+
+    def state(self):
+        scalar = jax.ShapeDtypeStruct((), np.int32)
+        moments = jax.eval_shape(self.program.optimizer.init, self.params)
+        return TrainState(scalar, self.params, self.params, moments, scalar)
+
+    def inputs(self):
+        """Shapes of a step's inputs: those of one device, for all devices."""
+        item = StepReader(self.data.train, local_devices=[0], num_devices=self.settings.num_devices).read(0)
+        tables = step_tables(self.planner.layout(item.index), self.capacity, [0])
+        micro = self.settings.micro_batches
+
+        def everywhere(x):
+            return jax.ShapeDtypeStruct((self.settings.num_devices, micro, *x.shape[1:]), x.dtype)
+
+        return StepInputs(
+            rows=jax.tree.map(everywhere, home_rows(item, self.capacity)),
+            tables=jax.tree.map(everywhere, tables),
+            num_image_tokens=jax.ShapeDtypeStruct((micro, self.capacity.sequences), np.int32),
+            plan_digest=jax.ShapeDtypeStruct((self.settings.num_devices, micro), np.int32),
+        )
+
+    def traced(self):
+        """(state, metrics) of a step, as shapes."""
+        key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
+        return jax.eval_shape(make_train_step(self.program, self.capacity), self.state(), self.inputs(), key)
+
+
+def assert_step_keeps_the_state(requested):
+    state, metrics = requested.traced()
+    want = jax.tree.map(lambda x: (x.shape, np.dtype(x.dtype)), requested.state())
+    assert jax.tree.map(lambda x: (x.shape, np.dtype(x.dtype)), state) == want
+    assert all(x.dtype == np.float32 for x in jax.tree.leaves(state.params))
+    assert (metrics.loss.shape, metrics.loss.dtype) == ((), np.float32)
+
+
+def test_flux_on_32_h100():
+    requested = Requested("flux_32xh100")
+    assert requested.num_params == 11_901_408_320
+    # 11.90e9 parameters x 4 bytes x 5 arrays / 32 devices; what does not divide (small biases, norms) is replicated.
+    assert requested.state_bytes(5) == pytest.approx(11_901_408_320 * 4 * 5 / 32, rel=2e-3)
+    assert requested.settings.model.dtype == np.dtype("bfloat16")
+    assert_step_keeps_the_state(requested)
+
+    hybrid = Requested("flux_32xh100", "train.shards=8")
+    assert hybrid.state_bytes(5) == pytest.approx(29.75e9, rel=2e-3)
+
+
+def test_layout_of_flux_on_32_h100():
+    requested = Requested("flux_32xh100")
+    capacity, planner = requested.capacity, requested.planner
+    assert planner.topology.num_machines == 4
+    for index in requested.indices:
+        assert len(index.lengths) == 89
+        assert index.home_rank is not None
+        assert set(index.home(32).tolist()) == set(range(32))
+        plan = planner.plan(index, planner.bags)
+        # Bags are the machines: attention moves no row between them, and their loads are within two percent.
+        assert plan.rows_across_machines.sum() == 0
+        assert plan.load.max() / plan.load.mean() < 1.02
+        before = planner.plan(index, None)
+        assert before.load.max() / before.load.mean() > 2
+    tokens = max(int(index.lengths.sum()) for index in requested.indices)
+    # Rows of the token layout are at most a sixth above an even share of the fullest step.
+    assert tokens / 32 <= capacity.text + capacity.image <= tokens / 32 * 1.16
+    # Every device holds a share of every head: (token, head) rows of a 24-head model, an eighth of a bag's.
+    assert capacity.query_rows >= tokens / 32 * 24
+    assert capacity.query_rows <= tokens / 32 * 24 * 1.2
+    # bf16 q, k, v and o of those rows, 128 channels each, once.
+    assert capacity.query_rows * 128 * 2 * 4 < 0.4e9
+
+
+def test_dit_xl_2():
+    requested = Requested("dit_xl_2")
+    # The published 675,129,632 without the table of 256 positions, which is computed for any size here.
+    assert requested.num_params == 675_129_632 - 256 * 1152
+    assert requested.state_bytes(5) == pytest.approx(674_834_720 * 4 * 5 / 8, rel=0.02)
+    assert requested.data.train.sources[0].labels.max() == 999
+    assert_step_keeps_the_state(requested)
+    index = requested.indices[0]
+    assert not index.text_lengths.any()
+    assert index.dropped.any()
+    assert 245 <= index.lengths.min() <= 266
+    assert 983 <= index.lengths.max() <= 1065
+    assert requested.capacity.image >= index.lengths.sum() / 8
