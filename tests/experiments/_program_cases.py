@@ -29,7 +29,15 @@ CACHE_SETTINGS = {
 
 
 # Settings of a run that its compiled programs do not depend on.
-NOT_COMPILED = {"save_every", "keep", "log_every", "eval_every", "sample_every", "sample_prompts", "on_nonfinite"}
+NOT_COMPILED = {
+    "save_every",
+    "keep",
+    "log_every",
+    "eval_every",
+    "sample_every",
+    "sample_prompts",
+    "on_nonfinite",
+}
 _programs = {}
 
 
@@ -91,9 +99,7 @@ def run(main, *args):
 def bindings(**values):
     """`--set` arguments from keywords whose dots are written as double underscores."""
     return [
-        text
-        for name, value in values.items()
-        for text in ("--set", f"{name.replace('__', '.')}={value}")
+        text for name, value in values.items() for text in ("--set", f"{name.replace('__', '.')}={value}")
     ]
 
 

@@ -71,7 +71,10 @@ def test_real_digits_are_recognised(trained, capfd, monkeypatch):
         (["--size", "32"], "HEIGHTxWIDTH"),
         (["--size", "2x32x32"], "digits are pictures"),
         (["--size", "33x32"], "height must be a multiple of 8"),
-        (["--set", "train.data=@synthetic()", "--set", "synthetic.codes=g8b1i64f1s0"], "cannot make pictures"),
+        (
+            ["--set", "train.data=@synthetic()", "--set", "synthetic.codes=g8b1i64f1s0"],
+            "cannot make pictures",
+        ),
     ],
 )
 def test_what_cannot_be_evaluated(trained, capfd, args, part):

@@ -211,7 +211,9 @@ def test_a_step_that_is_not_finite_is_named_and_changes_nothing(tmp_path, monkey
     assert go_on(workdir, *bindings(train__save_every=1, train__keep=6)) == 0
     assert [row["skipped"] for row in rows(workdir)] == [0, 0, 1, 0, 0, 0]
     assert rows(workdir)[2]["non_finite"]["loss"] == "nan"
-    assert any("step 2: loss nan" in r.getMessage() and "not applied" in r.getMessage() for r in caplog.records)
+    assert any(
+        "step 2: loss nan" in r.getMessage() and "not applied" in r.getMessage() for r in caplog.records
+    )
     before, after = arrays(workdir, 2), arrays(workdir, 3)
     for name in before:
         if name not in ("step", "skipped"):

@@ -98,7 +98,10 @@ def refused(tmp_path, capfd, monkeypatch):
         ({"text_to_image__num_heads": 3}, ["width / num_heads", "num_heads=3"]),
         ({"text_to_image__axes_dim": "[4, 6, 8]"}, ["axes_dim", "add up to"]),
         ({"text_to_image__axes_dim": 4}, ["'int' object is not iterable"]),
-        ({"text_to_image__channels": 100}, ["model.channels must be the data's 192 channels", "channels=100"]),
+        (
+            {"text_to_image__channels": 100},
+            ["model.channels must be the data's 192 channels", "channels=100"],
+        ),
         ({"quickstart__patch": 4}, ["model.channels must be the data's 48 channels", "patch"]),
         ({"text_to_image__max_text": 8}, ["max_text must hold the longest caption", "max_text=8"]),
         ({"text_to_image__guidance_embed": True}, ["flow_matching.guidance", "guidance=None"]),
@@ -174,7 +177,10 @@ def test_files_that_cannot_be_read(refused, pictures):
         ({"synthetic__text_channels": 16}, ["text must come as the data brings it", "text_channels=16"]),
         ({"train__sample_prompts": "['a | 16x16']"}, ["cannot make pictures"]),
         # 4,096 frames of 1,024 x 1,024 tokens, on a device alone and shared by a bag of eight.
-        ({"synthetic__codes": "g8b1i16384f4096s0", "train__bags": None}, ["the longest sequence has", "2 layers"]),
+        (
+            {"synthetic__codes": "g8b1i16384f4096s0", "train__bags": None},
+            ["the longest sequence has", "2 layers"],
+        ),
         ({"synthetic__codes": "g8b1i16384f8192s0", "train__bags": "g8n1"}, ["the longest sequence has"]),
     ],
 )
@@ -203,7 +209,12 @@ def test_class_conditional_models(refused, changes, parts):
 def test_a_model_that_is_too_large_to_be_replicated(refused):
     sizes = {"width": 16384, "num_heads": 128, "axes_dim": "[16, 56, 56]", "num_single_blocks": 60}
     line = refused(TINY, *bindings(**{f"text_to_image__{name}": value for name, value in sizes.items()}))
-    for part in ("parameters in float32, times 5", "a device", "Raise train.shards (now 1)", "allow_oversized"):
+    for part in (
+        "parameters in float32, times 5",
+        "a device",
+        "Raise train.shards (now 1)",
+        "allow_oversized",
+    ):
         assert part in line
     sharded = refused(
         TINY,
