@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""Programs (train, sample, evaluate), their gin configs and the data they read."""

@@ -19,6 +19,7 @@ from experiments._disk import writing
 from experiments._feed import Ahead, PreparedStep, StepAssembler
 from experiments._figures import DeviceLoads, plot_loads, plot_training, save_grid
 from experiments._metrics import METRICS_FILE, MetricsWriter, Progress, StepReport, read_metrics
+from experiments._platform import compiled_together
 from experiments._profile import Profile
 from experiments._run import Run
 from experiments._run_data import data_errors
@@ -68,6 +69,7 @@ class Trainer:
         self._key = jax.random.key(self.run.settings.seed, impl="threefry2x32")
         self._programs: dict[StepCapacity, Any] = {}
         self._evaluator: _Evaluator | None = None
+        self._pictures: PictureSampler | None = None
         self._last_loads: tuple[np.ndarray, np.ndarray] | None = None
 
     def start(self, checkpoints: Checkpoints) -> Start:
@@ -85,7 +87,7 @@ class Trainer:
         capacity = self.run.saved_capacity(meta) or self._fresh_capacity(latest)
         state = checkpoints.restore(self.run.abstract_state, step=latest).state
         _LOG.info("going on from step %d of %s", latest, checkpoints.directory)
-        return Start(state, latest, capacity, json.loads(meta["row"]))
+        return Start(state, latest, capacity, json.loads(meta.get("row", "null")))
 
     def _fresh_capacity(self, step: int) -> StepCapacity:
         """The capacity that holds the steps looked ahead at."""
@@ -171,9 +173,7 @@ class Trainer:
     def _step(
         self, state: TrainState, item: PreparedStep, checkpoints: Checkpoints
     ) -> tuple[TrainState, dict[str, Any]]:
-        if item.capacity not in self._programs:
-            self._programs[item.capacity] = make_train_step(self.run.program, item.capacity)
-        state, metrics = self._programs[item.capacity](state, item.inputs, self._key)
+        state, metrics = self._program(state, item)(state, item.inputs, self._key)
         # Waiting here keeps at most one step in flight: several dead-lock XLA's CPU collectives.
         found: StepMetrics = jax.device_get(metrics)
         if not found.plans_agree:
@@ -201,6 +201,12 @@ class Trainer:
             "bad_samples": stats.bad,
             "skipped": int(not found.finite),
         }
+
+    def _program(self, state: TrainState, item: PreparedStep) -> Any:
+        if item.capacity not in self._programs:
+            step, name = make_train_step(self.run.program, item.capacity), f"train-{len(self._programs)}"
+            self._programs[item.capacity] = compiled_together(step, name, state, item.inputs, self._key)
+        return self._programs[item.capacity]
 
     def _report_nonfinite(self, step: int, found: StepMetrics, checkpoints: Checkpoints) -> None:
         text = (
@@ -238,8 +244,9 @@ class Trainer:
 
     def _draw_samples(self, state: TrainState, done: int) -> None:
         requests = [parse_request(text, i) for i, text in enumerate(self.run.settings.sample_prompts)]
-        sampler = PictureSampler(self.run, seed=self.run.settings.seed)
-        pictures = sampler(state.ema, requests)
+        if self._pictures is None:
+            self._pictures = PictureSampler(self.run, seed=self.run.settings.seed)
+        pictures = self._pictures(state.ema, requests)
         if jax.process_index() != 0:
             return
         path = self.workdir / "samples" / f"step_{done:07d}.png"
@@ -279,7 +286,8 @@ class _Evaluator:
         self._sampler = validation
         capacity = run.initial_capacity(self._sampler, self._sampler.num_steps)
         self._assembler = StepAssembler(run.planner, run.mesh, capacity)
-        self._step = make_eval_step(run.program, capacity)
+        self._program = make_eval_step(run.program, capacity)
+        self._compiled: Any = None
 
     def loss(self, params: Any) -> float:
         """Weighted mean over all held-out elements; batches may be unequal."""
@@ -294,7 +302,9 @@ class _Evaluator:
             with data_errors():
                 data = reader.read(index)
             item = self._assembler.assemble(index, [data])
-            part = jax.device_get(self._step(params, item.inputs, np.int32(index), self._key))
+            args = (params, item.inputs, np.int32(index), self._key)
+            self._compiled = self._compiled or compiled_together(self._program, "evaluation", *args)
+            part = jax.device_get(self._compiled(*args))
             total, weight = total + float(part[0]), weight + float(part[1])
         return total / max(weight, 1.0)
 

@@ -3,8 +3,10 @@
 import logging
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from experiments._config import UserError, checking, one_line
@@ -14,6 +16,8 @@ _LOG = logging.getLogger(__name__)
 
 # XLA's CPU client dead-locks on collectives of several steps in flight when its thread pool has few threads.
 _CPU_THREADS = "32"
+# How long the others may take to compile the same program.
+_COMPILE_TIMEOUT_S = 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,25 @@ def make_mesh(num_devices: int, shards: int) -> Mesh:
         )
     with checking():
         return data_mesh(devices[:num_devices], shards=shards)
+
+
+def compiled_together(program: Any, name: str, *args: Any) -> Any:
+    """A jitted program, compiled by all processes before any of them runs it.
+
+    A first collective gives up on a process that arrives half a minute late, and compiling may well take one process so
+    much longer than another. A single process compiles at the first call.
+
+    Args:
+        program: from `jax.jit`.
+        name: of the program, each once in a run.
+        *args: what it will be called with, or the like.
+    """
+    if jax.process_count() == 1:
+        return program
+    compiled = program.lower(*args).compile()
+    client = ocp.multihost.get_jax_distributed_client()
+    client.wait_at_barrier(f"compiled-{name}", _COMPILE_TIMEOUT_S * 1000)
+    return compiled
 
 
 def needs_padded_exchange(mesh: Mesh) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 
 from experiments._config import UserError
 from experiments._feed import by_device_placer, home_rows
+from experiments._platform import compiled_together
 from experiments._run import Run
 from experiments.data import StepData, StepIndex, frames_from_rows
 from jaxdit.training import SampleInputs, SamplerSettings, make_sample_step, plan_without_text
@@ -132,10 +133,11 @@ class PictureSampler:
         layout = planner.layout(index)
         without = StepLayout(plan_without_text(layout.plan), layout.block)
         capacity = self._grow(planner.needs(layout), planner.needs(without))
+        inputs = self._inputs(index, requests, capacity, self._tables(capacity, layout, without))
         if capacity not in self._programs:
-            self._programs[capacity] = make_sample_step(self._run.program, capacity, self._settings)
-        tables = self._tables(capacity, layout, without)
-        inputs = self._inputs(index, requests, capacity, tables)
+            sample = make_sample_step(self._run.program, capacity, self._settings)
+            name = f"pictures-{len(self._programs)}"
+            self._programs[capacity] = compiled_together(sample, name, params, inputs, self._key)
         rows = self._programs[capacity](params, inputs, self._key)
         return self._pictures(np.asarray(_on_all_processes(rows)), index)
 

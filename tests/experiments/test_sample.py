@@ -161,3 +161,52 @@ def test_a_file_that_cannot_be_written(trained, tmp_path, capfd):
     assert draw(trained, *arguments) == 2
     assert "Choose another --out" in capfd.readouterr().err
     assert not os.path.isdir(tmp_path / "file")
+
+
+CLASSES = """
+import experiments._components
+train.model = @class_to_image()
+train.objective = @diffusion()
+train.data = @folder()
+train.optimizer = @adamw()
+train.sampler = @sampler()
+train.num_devices = 1
+train.steps = 2
+train.block = 32
+class_to_image.name = 'DiT-S/8'
+class_to_image.channels = 3
+class_to_image.num_classes = 2
+diffusion.channels = 3
+folder.patch = 8
+folder.token_budget = 64
+folder.max_tokens = 16
+folder.max_text = 0
+folder.allow_uncaptioned = True
+adamw.learning_rate = 1e-3
+sampler.num_steps = 2
+sampler.guidance_scale = 2.0
+"""
+
+
+@pytest.mark.full
+def test_a_class_conditional_run_on_a_folder(tmp_path, monkeypatch, capfd):
+    rng = np.random.default_rng(0)
+    for i in range(6):
+        folder = tmp_path / "pictures" / ("cats", "dogs")[i % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (24, 16, 3), np.uint8)).save(folder / f"{i}.png")
+    (tmp_path / "classes.gin").write_text(CLASSES)
+    monkeypatch.chdir(tmp_path)
+    prompts = bindings(train__sample_prompts="['1 | 16x24']")
+    arguments = ["--config", "classes", *bindings(folder__root="pictures"), *prompts]
+    assert run(train.main, *arguments) == 0
+    assert (tmp_path / "runs" / "classes" / "samples" / "step_0000002.png").exists()
+    # From another folder, and with the pictures gone.
+    shutil.rmtree(tmp_path / "pictures")
+    monkeypatch.chdir(tmp_path / "runs")
+    assert run(sample.main, "--workdir", "classes", "--prompt", "1", "--size", "16x24", "--out", "a.png") == 0
+    with Image.open(tmp_path / "runs" / "a.png") as picture:
+        assert picture.size == (24, 16)
+    for prompt in ("2", "a cat", "-1", ""):
+        assert run(sample.main, "--workdir", "classes", "--prompt", prompt, "--size", "16x24") == 2
+        assert "a class number below 2" in capfd.readouterr().err.splitlines()[-1]

@@ -13,6 +13,7 @@ import pytest
 from experiments import _components, _feed, _loop, train
 from experiments._config import load_config
 from experiments._workdir import only_user
+from experiments.data import DataError
 from tests.experiments._checkpoint_cases import file_size_limit
 from tests.experiments._program_cases import (
     TINY,
@@ -233,6 +234,26 @@ def test_a_step_that_is_not_finite_stops_the_run_if_asked(tmp_path, monkeypatch,
     assert len(losses(workdir)) == 4
 
 
+def test_data_that_is_lost_on_the_way(straight, tmp_path, monkeypatch, capfd):
+    read = _loop.StepReader.read
+
+    def lose(self, t):
+        if t == 4:
+            raise DataError("at most 1.00% of the samples may be bad; got 20 of 90: a.png")
+        return read(self, t)
+
+    workdir = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(_loop.StepReader, "read", lose)
+        assert go_on(workdir) == 2
+    message = capfd.readouterr().err.splitlines()[-1]
+    assert message.startswith("error: at most 1.00% of the samples may be bad")
+    assert checkpoints(workdir) == [3]
+    assert go_on(workdir) == 0
+    assert losses(workdir) == losses(straight)
+
+
+@pytest.mark.full  # the limit holds for the whole process, the test runner's own files too
 def test_a_full_disk_leaves_the_last_good_checkpoint(straight, tmp_path, at_step, capfd):
     workdir = tmp_path / "run"
     with contextlib.ExitStack() as stack:
