@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -13,7 +14,7 @@ from experiments._feed import Planner, StepAssembler
 from experiments.data import StepReader, StepSampler, SyntheticCodes, SyntheticRows
 from jaxdit.encoders import ByteTextEncoder
 from jaxdit.models import MMDiT, MMDiTConfig
-from jaxdit.training import FlowMatching, TextToImage, TrainProgram, make_train_step
+from jaxdit.training import FlowMatching, TextToImage, TrainProgram, make_eval_step, make_train_step
 from parallel import data_mesh
 from solver import CostModel, StepCapacity, capacity_for
 
@@ -101,6 +102,23 @@ class Case:
             remat="full" if shards > 1 else "none",
         )
         self.step = make_train_step(self.program, capacity)
+        self._initial = self.program.init_state(make_module)
+
+    def evaluate(self, steps: Sequence[int]) -> float:
+        """The loss of the given steps together, at the initial parameters, without balancing."""
+        planner = make_planner(self.mesh.devices.size, None)
+        assembler = StepAssembler(planner, self.mesh, self.capacity)
+        reader = StepReader(
+            make_sampler(), local_devices=assembler.local_devices, num_devices=planner.num_devices
+        )
+        evaluate = make_eval_step(self.program, self.capacity)
+        key = jax.random.key(3, impl="threefry2x32")
+        parts = [
+            evaluate(self._initial.params, assembler.assemble(t, [reader.read(t)]).inputs, np.int32(t), key)
+            for t in steps
+        ]
+        total, weight = np.sum(jax.device_get(parts), axis=0)
+        return float(total / weight)
 
     def run(self, bags: str | None, num_steps: int = NUM_STEPS) -> Trace:
         """Train from scratch under a bag spec."""
@@ -110,7 +128,7 @@ class Case:
             make_sampler(), local_devices=assembler.local_devices, num_devices=planner.num_devices
         )
         key = jax.random.key(3, impl="threefry2x32")
-        state = self.program.init_state(make_module)
+        state = jax.tree.map(jnp.copy, self._initial)  # a step donates its state
         losses, gradients = [], None
         for t in range(num_steps // self.micro_batches):
             data = [reader.read(t * self.micro_batches + i) for i in range(self.micro_batches)]
