@@ -4,8 +4,9 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from experiments._components import DataSpec, ModelSpec, RunSettings
+from experiments._components import ModelSpec, RunSettings
 from experiments._config import UserError, checking
+from experiments._data_components import DataSpec
 from experiments.data import DataError, Source, StepSampler, ValidationSampler, split_source
 
 # Fewer held-out names than this are chosen by count and not by chance.

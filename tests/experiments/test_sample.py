@@ -63,7 +63,7 @@ def test_several_prompts_in_one_batch_without_the_data(trained, tmp_path, monkey
     def refuse(**kwargs):
         raise AssertionError("the training data was opened")
 
-    monkeypatch.setattr("experiments._components.quickstart_sources", refuse)
+    monkeypatch.setattr("experiments._data_components.quickstart_sources", refuse)
     shutil.copytree(trained, tmp_path / "run")
     before = snapshot(tmp_path / "run")
     arguments = ["--prompt", "A ginger cat!", "--prompt", "", "--prompt", "../x", "--size", "16x24"]
