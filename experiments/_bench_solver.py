@@ -30,6 +30,7 @@ from solver import (
 _DEVICES_PER_MACHINE = 8
 _NUM_HEADS = 24
 _BLOCK = 128
+_WARM_UP = 3  # calls before those that count
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class SolverTimes:
         return self.plan_ms.middle / self.limit_ms if self.limit_ms else 0.0
 
 
-def solver_times(*, repeats: int = 15, quick: bool = False) -> list[SolverTimes]:
+def solver_times(*, repeats: int = 25, quick: bool = False) -> list[SolverTimes]:
     """Time planning and what one host does afterwards, for equal bags of 1, 2, 4 and 8 devices.
 
     The first two steps of each mix, on 32 devices and, the ranks repeated, on 1,024.
@@ -88,7 +89,7 @@ def _time_spec(case: _Case, size: int, repeats: int) -> SolverTimes:
     problems = [_problem(case, size, step) for step in range(2)]
     plans = [plan() for plan in problems]
     plan_ms = [_times(plan, repeats) for plan in problems]
-    host_ms = [_times(partial(_host_tables, plan), max(repeats // 3, 2)) for plan in plans]
+    host_ms = [_times(partial(_host_tables, plan), max(repeats // 5, 2)) for plan in plans]
     return SolverTimes(
         mix=case.mix,
         devices=plans[0].num_devices,
@@ -125,11 +126,11 @@ def _host_tables(plan: BalancePlan) -> StepTables:
 
 def _times(call: Callable[[], object], repeats: int) -> Times:
     samples = []
-    for _ in range(repeats):
+    for _ in range(repeats + _WARM_UP):
         start = time.perf_counter()
         call()
         samples.append((time.perf_counter() - start) * 1e3)
-    return Times(tuple(samples))
+    return Times(tuple(samples[_WARM_UP:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,7 @@ def _blocked(call: Callable[..., Any], *inputs: Any) -> Any:
 
 def bench_solver(*, quick: bool) -> Section:
     """Everything above as a section."""
-    plans = solver_times(quick=quick, repeats=5 if quick else 15)
+    plans = solver_times(quick=quick, repeats=5 if quick else 25)
     expansions = [] if quick else expansion_times()
     figures = {
         "plans": [asdict(entry) for entry in plans],
