@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 from gin import config as gin_config
 
-from experiments import _loop, _sampling
+from experiments import _loop, _sampling, train
 from experiments._program import run_program
 from jaxdit.training import TrainProgram
 
@@ -28,7 +28,7 @@ CACHE_SETTINGS = {
 }
 
 
-# Settings of a run that its compiled programs do not depend on.
+# Settings of a run that its compiled programs do not depend on; on data they depend by their capacity only.
 NOT_COMPILED = {
     "save_every",
     "keep",
@@ -39,6 +39,7 @@ NOT_COMPILED = {
     "on_nonfinite",
 }
 _programs = {}
+_runs = {}
 
 
 def _compiled_config():
@@ -47,7 +48,7 @@ def _compiled_config():
             (selector, name, str(value))
             for (_, selector), values in gin_config._CONFIG.items()
             for name, value in values.items()
-            if name not in NOT_COMPILED
+            if selector != "data.quickstart" and name not in NOT_COMPILED
         )
     )
 
@@ -101,6 +102,29 @@ def bindings(**values):
     return [
         text for name, value in values.items() for text in ("--set", f"{name.replace('__', '.')}={value}")
     ]
+
+
+def trained_run(tmp_path_factory):
+    """A run on one device whose few large steps leave weights that heed the prompt, with grids and validation.
+
+    One for all tests of a session; they leave it as it is.
+    """
+    if "trained" not in _runs:
+        workdir = tmp_path_factory.mktemp("trained") / "run"
+        prompts = "['a handwritten one | 16x24', 'a ginger cat | 24x16', 'a cartoon rabbit | 2x16x16']"
+        changes = bindings(
+            train__num_devices=1,
+            train__bags="None",
+            train__ema_decay=0.5,
+            train__sample_every=3,
+            train__sample_prompts=prompts,
+            train__eval_every=3,
+            quickstart__validation_fraction=0.05,
+            adamw__learning_rate=0.01,
+        )
+        assert run(train.main, "--config", TINY, "--workdir", workdir, *changes) == 0
+        _runs["trained"] = workdir
+    return _runs["trained"]
 
 
 def start(program, *args, cache=None):

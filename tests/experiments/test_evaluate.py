@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from experiments import evaluate, train
+from experiments import evaluate
 from experiments._digits import DigitClassifier
 from experiments.data import DIGIT_SIZES, draw_digit, handwritten_digits
-from tests.experiments._program_cases import TINY, bindings, programs_shared, run
+from tests.experiments._program_cases import bindings, programs_shared, run, trained_run
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -20,12 +20,7 @@ def _quick():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("trained") / "run"
-    changes = bindings(
-        train__num_devices=2, train__bags="g2n1", train__ema_decay=0.5, adamw__learning_rate=0.01
-    )
-    assert run(train.main, "--config", TINY, "--workdir", workdir, *changes) == 0
-    return workdir
+    return trained_run(tmp_path_factory)
 
 
 def test_evaluate_prints_one_object(trained, tmp_path, capfd):

@@ -84,7 +84,7 @@ def test_what_a_run_leaves(straight):
         assert (straight / name).stat().st_size > 1000
     assert list((straight / "events").iterdir())
     about = json.loads((straight / "about.json").read_text())
-    assert about["mesh"] == {"replica": 8, "shard": 1}
+    assert about["mesh"] == {"replica": 4, "shard": 1}
     assert about["processes"] == 1
     assert {"python", "jax", "jaxdit"} <= set(about["versions"])
     assert not list(straight.rglob(".part-*"))
@@ -98,7 +98,7 @@ def test_the_saved_configs_are_those_of_the_run(straight):
     for name in ("config.gin", "operative_config.gin"):
         load_config(straight / name, [])
         settings = _components.train()
-        assert (settings.steps, settings.bags) == (6, "g1n4+g4n1")
+        assert (settings.steps, settings.bags) == (6, "g1n2+g2n1")
 
 
 def test_a_second_start_after_the_end_does_nothing(straight):
@@ -127,7 +127,9 @@ def test_resumed_on_the_same_devices_it_is_the_same_bit_for_bit(straight, halfwa
         np.testing.assert_array_equal(want[name], got[name], err_msg=name)
 
 
-def assert_resumed_to_rounding(straight, halfway, num_devices, shards):
+@pytest.mark.full
+@pytest.mark.parametrize(("num_devices", "shards"), [(1, 1), (2, 2), (4, 4), (8, 8), (8, 2)])
+def test_resumed_on_other_devices_it_agrees_to_rounding(straight, halfway, num_devices, shards):
     changes = bindings(train__num_devices=num_devices, train__bags=f"g{num_devices}n1", train__shards=shards)
     if shards > 1:
         changes += bindings(train__remat="full")
@@ -139,16 +141,6 @@ def assert_resumed_to_rounding(straight, halfway, num_devices, shards):
             # Adam divides by the gradient's size, which for some entries is rounding itself.
             difference = np.linalg.norm(want[name] - got[name])
             assert difference <= 1e-3 * np.linalg.norm(want[name]) + 1e-5, name
-
-
-def test_resumed_on_fewer_devices_with_sharded_parameters(straight, halfway):
-    assert_resumed_to_rounding(straight, halfway, 2, 2)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("num_devices", "shards"), [(1, 1), (4, 2), (8, 8), (8, 2)])
-def test_resumed_on_other_devices(straight, halfway, num_devices, shards):
-    assert_resumed_to_rounding(straight, halfway, num_devices, shards)
 
 
 def test_sigterm_saves_and_the_next_start_goes_on(straight, tmp_path, at_step):
@@ -298,24 +290,3 @@ def test_two_trainings_in_one_folder(straight, capfd):
 def test_profile(halfway):
     assert go_on(halfway, "--profile", 1) == 0
     assert list((halfway / "profile").rglob("*.xplane.pb"))
-
-
-def test_pictures_and_validation_while_training(tmp_path):
-    workdir = tmp_path / "run"
-    prompts = "['a handwritten one | 16x24', 'a ginger cat | 24x16', 'a cartoon rabbit | 2x16x16']"
-    changes = bindings(
-        train__steps=2,
-        train__sample_prompts=prompts,
-        train__sample_every=1,
-        train__eval_every=2,
-        quickstart__validation_fraction=0.05,
-        train__num_devices=1,
-        train__bags="None",
-    )
-    assert go_on(workdir, *changes) == 0
-    assert [path.name for path in sorted((workdir / "samples").iterdir())] == [
-        "step_0000001.png",
-        "step_0000002.png",
-    ]
-    assert ["validation_loss" in row for row in rows(workdir)] == [False, True]
-    assert np.isfinite(rows(workdir)[1]["validation_loss"])

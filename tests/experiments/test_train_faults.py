@@ -10,8 +10,11 @@ import pytest
 
 from tests.experiments._program_cases import TINY, arrays, bindings, checkpoints, losses, start
 
+# Every process compiles and starts anew.
+pytestmark = pytest.mark.full
+
 STEPS = 12
-QUICK = bindings(train__num_devices=2, train__bags="g2n1", train__steps=STEPS, train__save_every=2)
+QUICK = bindings(train__num_devices=1, train__bags="None", train__steps=STEPS, train__save_every=2)
 DEADLINE_S = 240
 
 
@@ -87,7 +90,6 @@ def test_killed_in_the_middle_of_a_save_and_then_between_two(straight, tmp_path,
     assert_same_end(workdir, straight)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("seed", range(3))
 def test_killed_at_random_moments(straight, tmp_path, cache, seed):
     workdir = tmp_path / "run"
@@ -103,7 +105,6 @@ def test_killed_at_random_moments(straight, tmp_path, cache, seed):
     assert_same_end(workdir, straight)
 
 
-@pytest.mark.full
 def test_terminated(straight, tmp_path, cache):
     workdir = tmp_path / "run"
     process = training(workdir, *QUICK, cache=cache)
@@ -133,9 +134,8 @@ def two_processes(workdir, *args, cache=None):
     ]
 
 
-@pytest.mark.full
 def test_two_processes_do_what_one_does(tmp_path, cache):
-    steps = bindings(train__steps=4, train__save_every=2, train__shards=8, train__remat="full")
+    steps = bindings(train__steps=4, train__save_every=2, train__shards=4, train__remat="full")
     finish(training(tmp_path / "one", *steps, cache=cache))
     processes = two_processes(tmp_path / "two", *steps, cache=cache)
     errors = [finish(process) for process in processes]
@@ -148,7 +148,6 @@ def test_two_processes_do_what_one_does(tmp_path, cache):
     assert len(losses(tmp_path / "two")) == 5
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_is_killed_takes_the_other_with_it(tmp_path, cache, victim):
     workdir = tmp_path / "run"

@@ -81,12 +81,12 @@ def refused(tmp_path, capfd, monkeypatch):
         ({"train__steps": "%gin.REQUIRED"}, ["train.steps"]),
         ({"train__bags": "g2m4"}, ["train.bags", "g2m4"]),
         ({"train__bags": "g0n4"}, ["train.bags", "sizes and numbers >= 1"]),
-        ({"train__bags": "g3n1"}, ["train.bags", "multiple of the 3", "num_devices=8"]),
+        ({"train__bags": "g3n1"}, ["train.bags", "multiple of the 3", "num_devices=4"]),
         ({"train__bags": "g16n1"}, ["train.bags", "multiple of the 16"]),
         ({"train__num_devices": 0}, ["train.num_devices must be at least 1"]),
         ({"train__num_devices": 16, "train__bags": "g1n16"}, ["at most the 8 cpu devices", "num_devices=16"]),
         ({"train__shards": 3, "train__remat": "full"}, ["shards must divide the devices", "shards=3"]),
-        ({"train__shards": 8}, ["train.remat must be full"]),
+        ({"train__shards": 4}, ["train.remat must be full"]),
         ({"train__remat": "some"}, ["remat", "some"]),
         ({"train__devices_per_machine": 3}, ["devices_per_machine must divide"]),
         ({"train__block": 12}, ["train.block must be a multiple of 8", "block=12"]),
@@ -176,12 +176,12 @@ def test_files_that_cannot_be_read(refused, pictures):
         ({"synthetic__num_ranks": 12}, ["num_ranks must be a multiple"]),
         ({"synthetic__text_channels": 16}, ["text must come as the data brings it", "text_channels=16"]),
         ({"train__sample_prompts": "['a | 16x16']"}, ["cannot make pictures"]),
-        # 4,096 frames of 1,024 x 1,024 tokens, on a device alone and shared by a bag of eight.
+        # 4,096 frames of 1,024 x 1,024 tokens, on a device alone and shared by a bag of four.
         (
             {"synthetic__codes": "g8b1i16384f4096s0", "train__bags": None},
             ["the longest sequence has", "2 layers"],
         ),
-        ({"synthetic__codes": "g8b1i16384f8192s0", "train__bags": "g8n1"}, ["the longest sequence has"]),
+        ({"synthetic__codes": "g8b1i16384f8192s0", "train__bags": "g4n1"}, ["the longest sequence has"]),
     ],
 )
 def test_synthetic_data(refused, changes, parts):
@@ -219,9 +219,9 @@ def test_a_model_that_is_too_large_to_be_replicated(refused):
     sharded = refused(
         TINY,
         *bindings(**{f"text_to_image__{name}": value for name, value in sizes.items()}),
-        *bindings(train__shards=8, train__remat="full"),
+        *bindings(train__shards=4, train__remat="full"),
     )
-    assert "over 8 shards" in sharded
+    assert "over 4 shards" in sharded
     assert "Raise train.shards" not in sharded
 
 
