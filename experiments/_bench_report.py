@@ -39,7 +39,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Where and when a benchmark ran; made before it starts, so that the load is that of others."""
+    """Where and when benchmarks ran; made before the first starts, so that the load is that of others."""
 
     date: str
     load: float

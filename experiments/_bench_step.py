@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 
 from experiments._bench_batches import RowWidths, random_data
 from experiments._feed import Planner, PreparedStep, StepAssembler, size_capacity
+from experiments._platform import compiler_options
 from experiments.data import StepIndex
 from jaxdit.encoders import PrecomputedText
 from jaxdit.models import MMDiT, MMDiTConfig
@@ -55,13 +56,15 @@ def make_program(num_double_blocks: int, num_single_blocks: int) -> TrainProgram
         axes_dim=(8, 12, 12),
         compute_dtype="float32",
     )
+    mesh = data_mesh(jax.devices()[:NUM_DEVICES], shards=1)
     return TrainProgram(
         module=nnx.eval_shape(lambda: _make_module(config)),
         objective=FlowMatching(),
         optimizer=optax.adamw(1e-4),
-        mesh=data_mesh(jax.devices()[:NUM_DEVICES], shards=1),
+        mesh=mesh,
         num_heads=NUM_HEADS,
         remat="none",
+        compiler_options=compiler_options(mesh),
     )
 
 

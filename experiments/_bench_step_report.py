@@ -205,12 +205,8 @@ def _predicted(base: Variant, variant: Variant, cost: CostModel) -> float:
 
 def _body(figures: dict[str, Any], sizes: StepSizes, index: StepIndex) -> str:
     rows = figures["variants"]
-    reached = min(row["speed_up"] / row["predicted"] for row in rows[1:])
     parts = [
-        paragraph(
-            f"""Balanced over not balanced, against what J predicts for the same batches: **at least
-            {reached:.0%}** of it for every bag spec (wanted: {TARGET:.0%})."""
-        ),
+        paragraph(_claim(rows[1:])),
         _speed_up_table(rows),
         "\n".join(paragraph(text, bullet=True) for text in _notes(figures, sizes)),
         "Where the time of a step goes, by the fitted cost model, seconds on this machine:",
@@ -230,6 +226,19 @@ def _body(figures: dict[str, Any], sizes: StepSizes, index: StepIndex) -> str:
         ),
     ]
     return "\n\n".join(parts)
+
+
+def _claim(rows: list[dict[str, Any]]) -> str:
+    """The least that any bag spec reaches, by each of the two predictions."""
+
+    def least(speed_up: str, predicted: str) -> str:
+        return f"{min(row[speed_up] / row[predicted] for row in rows):.0%}"
+
+    published, fitted = least("speed_up", "predicted"), least("speed_up", "predicted_fitted")
+    without_fixed = least("speed_up_without_fixed", "predicted_fitted")
+    return f"""Balanced over not balanced, against what J predicts for the same batches (wanted: {TARGET:.0%}), least
+    of all bag specs: **{published}** with the published gamma, {fitted} with the one fitted to this machine; of the
+    latter {without_fixed} where the part of the step that balancing does not govern is taken off."""
 
 
 def _notes(figures: dict[str, Any], sizes: StepSizes) -> list[str]:

@@ -7,7 +7,7 @@ of a file run by `python -m` under `__main__`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import gin
 import jax.numpy as jnp
@@ -18,10 +18,10 @@ from experiments._data_components import DataSpec as DataSpec
 from experiments._data_components import folder as folder
 from experiments._data_components import quickstart as quickstart
 from experiments._data_components import synthetic as synthetic
-from jaxdit import ResolutionShift, euler_sample, heun_sample, linear_schedule
+from jaxdit import ResolutionShift, SquareRootShift, euler_sample, heun_sample, linear_schedule
 from jaxdit.encoders import ByteTextEncoder, PrecomputedText
 from jaxdit.models import DiT, MMDiT, MMDiTConfig, dit_config
-from jaxdit.training import DiffusionLoss, FlowMatching, Objective, SamplerSettings, TextToImage
+from jaxdit.training import DiffusionLoss, FlowMatching, Objective, SamplerSettings, TextToImage, TimeShift
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ModelSpec:
         num_heads, width: of the backbone, for the planner.
         channels: channels of an image row.
         text_channels, pooled_channels: channels of text features the data must bring; 0 where text is bytes.
-        max_text: longest caption in bytes; None where text is features, or where the model takes labels.
+        max_text: longest caption in tokens; None where text is features, or where the model takes labels.
         num_classes: classes of the labels that the data must bring, one per sequence; 0 for a model without.
         pixel_channels: channels of a pixel inside an image row; 0 where the model does not care.
         guidance_embed: whether a distilled guidance scale is an input.
@@ -140,16 +140,26 @@ def class_to_image(
 def flow_matching(
     time_mean: float = 0.0,
     time_std: float | None = 1.0,
-    resolution_shift: bool = False,
-    base_tokens: int = 256,
-    max_tokens: int = 4096,
-    base_mu: float = 0.5,
-    max_mu: float = 1.15,
+    shift: TimeShift | None = None,
     guidance: float | None = None,
+    prediction: Literal["velocity", "sample"] = "velocity",
 ) -> Objective:
-    """Flow matching; times logit-normal, or uniform with `time_std=None`, shifted by resolution if asked."""
-    shift = ResolutionShift(base_tokens=base_tokens, max_tokens=max_tokens, base_mu=base_mu, max_mu=max_mu)
-    return FlowMatching(time_mean, time_std, shift if resolution_shift else None, guidance)
+    """Flow matching; times logit-normal, or uniform with `time_std=None`; see `jaxdit.training.FlowMatching`."""
+    return FlowMatching(time_mean, time_std, shift, guidance, prediction)
+
+
+@gin.configurable(module="jaxdit")
+def resolution_shift(
+    base_tokens: int = 256, max_tokens: int = 4096, base_mu: float = 0.5, max_mu: float = 1.15
+) -> TimeShift:
+    """A time shift linear in image tokens, by default FLUX.1's."""
+    return ResolutionShift(base_tokens=base_tokens, max_tokens=max_tokens, base_mu=base_mu, max_mu=max_mu)
+
+
+@gin.configurable(module="jaxdit")
+def square_root_shift(base_tokens: int = 256, base_factor: float = 1.0) -> TimeShift:
+    """A time shift whose factor grows as the root of the image tokens, as SD3's."""
+    return SquareRootShift(base_tokens=base_tokens, base_factor=base_factor)
 
 
 @gin.configurable(module="jaxdit")

@@ -1,5 +1,7 @@
 """Starting JAX for a run: virtual CPU devices, several processes, the mesh."""
 
+import ctypes
+import functools
 import logging
 import os
 from dataclasses import dataclass
@@ -7,7 +9,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from experiments._config import UserError, checking, one_line
 from parallel import data_mesh
@@ -16,6 +18,12 @@ _LOG = logging.getLogger(__name__)
 
 # XLA's CPU client dead-locks on collectives of several steps in flight when its thread pool has few threads.
 _CPU_THREADS = "32"
+_CPU_OPTIONS = {
+    "xla_cpu_enable_concurrency_optimized_scheduler": False,
+    "xla_cpu_copy_insertion_use_region_analysis": True,
+}
+# glibc's `mallopt`: parameter and value.
+_MALLOC_OPTIONS = {"trim threshold": (-1, -1), "top pad": (-2, 64 << 20), "mmap threshold": (-3, 32 << 20)}
 # How long the others may take to compile the same program.
 _COMPILE_TIMEOUT_S = 3600
 
@@ -48,6 +56,7 @@ def prepare_platform(num_devices: int, processes: ProcessSettings) -> None:
             out to processes, or the other processes cannot be reached.
     """
     os.environ.setdefault("NPROC", _CPU_THREADS)
+    _keep_freed_memory()
     explicit = (processes.coordinator, processes.num_processes, processes.process_id)
     if any(x is not None for x in explicit):
         _check_explicit(processes)
@@ -67,6 +76,20 @@ def prepare_platform(num_devices: int, processes: ProcessSettings) -> None:
             f"the processes of the run cannot be joined: {one_line(str(error))}. Check --coordinator, which every"
             " process must be able to reach, or what the cluster's environment says."
         ) from error
+
+
+def _keep_freed_memory() -> None:
+    """Have freed memory kept for the next buffer: XLA's CPU client gets every one from malloc, every step.
+
+    By default glibc hands large ones back to the system, and faulting them in again takes a sixth of a step.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # another C library
+        return
+    for name, (parameter, value) in _MALLOC_OPTIONS.items():
+        if not mallopt(parameter, value):
+            _LOG.debug("malloc's %s cannot be set to %d", name, value)
 
 
 def _check_explicit(processes: ProcessSettings) -> None:
@@ -135,6 +158,28 @@ def compiled_together(program: Any, name: str, *args: Any) -> Any:
 def needs_padded_exchange(mesh: Mesh) -> bool:
     """Whether this mesh's platform has no ragged collective."""
     return mesh.devices.flat[0].platform == "cpu"
+
+
+def compiler_options(mesh: Mesh | AbstractMesh) -> dict[str, Any] | None:
+    """What XLA should do otherwise than by default on this mesh's platform; None where nothing is known to help.
+
+    On virtual CPU devices the default schedule spreads a device's work over threads that the other devices need, and
+    the default copy insertion copies the accumulators of attention's loops at every turn: together a quarter of the
+    step. A version of XLA that does not know the options goes without.
+    """
+    if isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].platform != "cpu":
+        return None
+    return dict(_CPU_OPTIONS) if _known_to_compiler() else None
+
+
+@functools.cache
+def _known_to_compiler() -> bool:
+    try:
+        jax.jit(lambda: 0, compiler_options=dict(_CPU_OPTIONS)).lower().compile()
+    except (RuntimeError, ValueError) as error:
+        _LOG.debug("compiler options %s are left out: %s", _CPU_OPTIONS, error)
+        return False
+    return True
 
 
 def device_memory_bytes(mesh: Mesh) -> int | None:

@@ -18,7 +18,7 @@ from experiments._components import RunSettings
 from experiments._config import UserError, checking
 from experiments._disk import size_text
 from experiments._feed import Planner, size_capacity
-from experiments._platform import device_memory_bytes, needs_padded_exchange
+from experiments._platform import compiler_options, device_memory_bytes, needs_padded_exchange
 from experiments._run_data import Data
 from experiments.data import Sampler
 from jaxdit.models import scan_layers
@@ -89,6 +89,7 @@ def make_program(settings: RunSettings, mesh: Mesh) -> TrainProgram:
             remat=settings.remat,
             dtype=settings.model.dtype,
             ema_decay=settings.ema_decay,
+            compiler_options=compiler_options(mesh),
         )
 
 

@@ -13,6 +13,7 @@ from experiments._feed import by_device_placer, home_rows
 from experiments._platform import compiled_together
 from experiments._run import Run
 from experiments.data import StepData, StepIndex, frames_from_rows
+from jaxdit.encoders import TOKEN_BYTES, byte_tokens
 from jaxdit.training import SampleInputs, SamplerSettings, make_sample_step, plan_without_text
 from solver import StepCapacity, StepLayout, capacity_for, step_tables
 
@@ -95,9 +96,12 @@ def check_request(request: SampleRequest, run: Run) -> None:
         return
     if model.max_text is None:
         raise UserError("this model takes precomputed text features; it cannot be prompted with text yet.")
-    num_bytes = len(request.prompt.encode())
-    if num_bytes > model.max_text:
-        raise UserError(f"a prompt has at most {model.max_text} bytes; got {num_bytes}. Shorten it.")
+    num_tokens = len(byte_tokens(request.prompt))
+    if num_tokens > model.max_text:
+        raise UserError(
+            f"a prompt has at most {model.max_text} tokens (words, longer ones {TOKEN_BYTES} bytes a token); got"
+            f" {num_tokens}. Shorten it."
+        )
 
 
 def _check_label(prompt: str, num_classes: int) -> None:
@@ -154,7 +158,7 @@ class PictureSampler:
         grid = np.array([(r.frames, r.height // patch, r.width // patch) for r in requests], np.int32)
         image = grid.prod(1).astype(np.int32)
         labelled = self._run.settings.model.uses_labels
-        text = np.array([0 if labelled else len(r.prompt.encode()) for r in requests], np.int32)
+        text = np.array([0 if labelled else len(byte_tokens(r.prompt)) for r in requests], np.int32)
         zeros = np.zeros(len(requests), np.int32)
         return StepIndex(
             step=0,
@@ -191,9 +195,7 @@ class PictureSampler:
             local_devices=tuple(local),
             sequences=np.array(mine, np.int32),
             rows=tuple(np.zeros((int(index.image_lengths[i]), channels), np.float32) for i in mine),
-            text=tuple(
-                np.frombuffer(requests[i].prompt.encode(), np.uint8)[: index.text_lengths[i]] for i in mine
-            ),
+            text=tuple(byte_tokens(requests[i].prompt)[: index.text_lengths[i]] for i in mine),
             pooled=(),
             loss_weight=np.ones(len(mine), np.float32),
             channels=channels,

@@ -55,12 +55,12 @@ def main(argv: Sequence[str]) -> int:
 
     recorded_steps("joint")  # a missing file is told before minutes of work
     out = args.out if args.out is not None or args.quick else CHECKOUT / "docs" / "benchmarks.md"
-    command = " ".join(["python -m experiments.bench", *argv])
+    conditions = Conditions.now()  # before the load is our own
     figures: dict[str, Any] = {}
     for name in names:
         _LOG.info("%s ...", name)
-        conditions = Conditions.now()
         section = _runner(name)(quick=args.quick)
+        command = f"python -m experiments.bench --only {name}{' --quick' * args.quick}"
         text = f"## {section.title}\n\n{section.body}\n\n{conditions.line(command, SECTIONS[name])}"
         figures[name] = {**section.figures, "conditions": asdict(conditions)}
         sys.stdout.write(text + "\n\n")

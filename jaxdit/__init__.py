@@ -6,6 +6,7 @@ from ._losses import ddpm_loss as ddpm_loss
 from ._losses import ddpm_noised as ddpm_noised
 from ._losses import flow_matching_loss as flow_matching_loss
 from ._losses import flow_noised as flow_noised
+from ._losses import flow_velocity as flow_velocity
 from ._losses import split_learned_sigma as split_learned_sigma
 from ._random import caption_drops as caption_drops
 from ._random import sequence_times as sequence_times
@@ -16,6 +17,7 @@ from ._samplers import euler_sample as euler_sample
 from ._samplers import heun_sample as heun_sample
 from ._schedules import DiffusionSchedule as DiffusionSchedule
 from ._schedules import ResolutionShift as ResolutionShift
+from ._schedules import SquareRootShift as SquareRootShift
 from ._schedules import diffusion_steps as diffusion_steps
 from ._schedules import flow_sigmas as flow_sigmas
 from ._schedules import linear_schedule as linear_schedule
@@ -28,6 +30,7 @@ __all__ = [
     "LossSums",
     "NoisedRows",
     "ResolutionShift",
+    "SquareRootShift",
     "caption_drops",
     "classifier_free_guidance",
     "ddim_sample",
@@ -38,6 +41,7 @@ __all__ = [
     "flow_matching_loss",
     "flow_noised",
     "flow_sigmas",
+    "flow_velocity",
     "heun_sample",
     "linear_schedule",
     "logit_normal_time",

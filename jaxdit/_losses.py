@@ -23,6 +23,7 @@ __all__ = [
     "ddpm_noised",
     "flow_matching_loss",
     "flow_noised",
+    "flow_velocity",
     "split_learned_sigma",
 ]
 
@@ -87,6 +88,33 @@ def flow_noised(
     """
     time_rows = rows_of_sequences(time.astype(jnp.float32)[:, None], segment_ids)
     return (1 - time_rows) * clean.astype(jnp.float32) + time_rows * noise.astype(jnp.float32)
+
+
+def flow_velocity(
+    clean: Float[Array, "n c"],
+    noised: Float[Array, "n c"],
+    time: Float[Array, "s"],
+    segment_ids: Int[Array, "n"],
+    *,
+    least_time: float = 0.05,
+) -> Float[Array, "n c"]:
+    """The velocity that a prediction of the clean rows stands for: (noised - clean) / time.
+
+    Args:
+        clean: rows that a model takes for the data behind `noised`.
+        noised: the model's input, see `flow_noised`.
+        time: time of each sequence.
+        segment_ids: sequence of each row, 0 = padding.
+        least_time: smaller times divide by this one, lest the last steps of a flow weigh without bound.
+
+    Returns:
+        Velocities, float32; padding rows divide by 1.
+
+    Reference: Li & He, arXiv 2511.13720, section 4.
+    """
+    time_rows = rows_of_sequences(jnp.maximum(time.astype(jnp.float32), least_time)[:, None], segment_ids)
+    time_rows = jnp.where(segment_ids[:, None] > 0, time_rows, 1.0)
+    return (noised.astype(jnp.float32) - clean.astype(jnp.float32)) / time_rows
 
 
 def flow_matching_loss(

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 __all__ = [
     "DiffusionSchedule",
     "ResolutionShift",
+    "SquareRootShift",
     "diffusion_steps",
     "flow_sigmas",
     "linear_schedule",
@@ -91,6 +92,40 @@ class ResolutionShift:
         """The logarithmic shift of sequences with so many image tokens."""
         slope = (self.max_mu - self.base_mu) / (self.max_tokens - self.base_tokens)
         return slope * (num_tokens.astype(jnp.float32) - self.base_tokens) + self.base_mu
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SquareRootShift:
+    """mu of `shift_time` whose factor grows as the root of a sequence's image tokens.
+
+    Neighbouring pixels of a picture drawn larger repeat each other, so their noise averages out: the same doubt about
+    what is shown needs noise stronger by the root of the number of pixels.
+
+    Attributes:
+        base_tokens: tokens at which the factor is `base_factor`.
+        base_factor: see above.
+
+    Raises:
+        ValueError: if either is not positive.
+
+    Reference: Esser et al., arXiv 2403.03206, section 5.3.2.
+    """
+
+    base_tokens: int = 256
+    base_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if min(self.base_tokens, self.base_factor) <= 0:
+            raise ValueError(
+                "SquareRootShift: base_tokens and base_factor must be positive; got "
+                f"base_tokens={self.base_tokens}, base_factor={self.base_factor}. A factor of 1 changes nothing."
+            )
+
+    def mu(self, num_tokens: Int[Array, "s"]) -> Float[Array, "s"]:
+        """The logarithmic shift of sequences with so many image tokens (0 for one without)."""
+        tokens = num_tokens.astype(jnp.float32)
+        mu = jnp.log(self.base_factor) + 0.5 * jnp.log(jnp.maximum(tokens, 1.0) / self.base_tokens)
+        return jnp.where(tokens > 0, mu, 0.0)
 
 
 def flow_sigmas(

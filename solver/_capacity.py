@@ -48,6 +48,7 @@ class StepCapacity:
 
     Attributes:
         sequences: rows of per-sequence tables.
+        device_sequences: sequences of which a device holds tokens in token layout.
         home_text, home_image: tokens in home layout.
         text, image: tokens in token layout.
         query_rows, key_rows: rows in attention layout, multiples of the block.
@@ -59,6 +60,7 @@ class StepCapacity:
     """
 
     sequences: int
+    device_sequences: int
     home_text: int
     home_image: int
     text: int
@@ -93,6 +95,7 @@ _HEADROOM = {
     "query_rows": 1.05,
     "key_rows": 1.05,
     "sequences": 1.1,
+    "device_sequences": 1.1,
     "copies": 1.0,
 }
 _DEFAULT_HEADROOM = 1.2
@@ -242,6 +245,7 @@ def step_needs(layout: StepLayout, *, padded: bool = True) -> StepCapacity:
     device = layout.plan.head_slices[:, 5]
     return StepCapacity(
         sequences=len(layout.plan.lengths),
+        device_sequences=int(np.bincount(layout.present[:, 0], minlength=1).max(initial=0)),
         home_text=tokens(layout.home_text),
         home_image=tokens(layout.home_image),
         text=tokens(layout.text),

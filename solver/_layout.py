@@ -74,6 +74,13 @@ class StepLayout:
         )
 
     @cached_property
+    def present(self) -> Int:
+        """(n, 2) device and sequence wherever a device holds tokens of a sequence, each pair once, sorted."""
+        sequence, _, _, device = np.asarray(self.plan.token_slices, np.int64).T
+        num_sequences = max(len(self.plan.lengths), 1)
+        return np.stack(np.divmod(np.unique(device * num_sequences + sequence), num_sequences), -1)
+
+    @cached_property
     def _head_slices(self) -> Int:
         slices = np.asarray(self.plan.head_slices, np.int64)
         return slices[np.lexsort((slices[:, 3], slices[:, 1], slices[:, 0], slices[:, 5]))]

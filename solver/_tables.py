@@ -46,6 +46,8 @@ class StepTables(NamedTuple):
         key_items, query_items: (devices, items, 7) base, first, per_group, group, stride, heads, rows of each item.
         key_blocks: (devices, query_rows // block, 2) key blocks that each query block needs, half open.
         query_blocks: (devices, key_rows // block, 2) query blocks that need each key block, half open.
+        sequences: (devices, device_sequences) the sequences of which a device holds tokens in token layout, plus one;
+            0 where there are fewer.
     """
 
     text: ExchangeTables
@@ -56,6 +58,7 @@ class StepTables(NamedTuple):
     query_items: Int32
     key_blocks: Int32
     query_blocks: Int32
+    sequences: Int32
 
 
 def _grouped(group: NDArray, values: NDArray, wanted: NDArray, capacity: int) -> Int32:
@@ -140,6 +143,9 @@ def step_tables(
         query_items=items(keys=False),
         key_blocks=blocks(layout.key_blocks, capacity.query_rows),
         query_blocks=blocks(layout.query_blocks, capacity.key_rows),
+        sequences=_grouped(
+            layout.present[:, 0], layout.present[:, 1:] + 1, wanted, capacity.device_sequences
+        )[..., 0],
     )
 
 

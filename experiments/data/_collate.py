@@ -10,6 +10,7 @@ from jaxtyping import Float32, Int32
 
 from experiments.data._rows import grid_positions
 from experiments.data._types import StepData
+from jaxdit.encoders import TOKEN_BYTES
 
 # Segment id of a row that holds no token.
 PADDING = 0
@@ -26,10 +27,10 @@ class HomeBatch:
       img: image rows, zeros where there is none.
       img_segment_ids, img_positions, img_token_index: sequence, (t, h, w) and index of each image row.
       img_loss_weight: weight of the row in the loss, 0 for padding and for unreadable samples.
-      txt: caption bytes as int32 (d, cap), or text features float32 (d, cap, c_txt).
+      txt: byte tokens as int32 (d, cap, 8), or text features float32 (d, cap, c_txt).
       txt_segment_ids, txt_token_index: sequence and index of each text row.
       pooled: per-sequence text vectors (d, num_sequences, c_pool), row s for global sequence s, zeros unless
-        the device is its home: a sum over devices gives the table. None where text is bytes.
+        the device is its home: a sum over devices gives the table. None where text is byte tokens.
       labels: per-sequence classes (d, num_sequences): label + 1, or -1 where it is dropped, in row s of the
         home of global sequence s, and 0 elsewhere: a sum over devices gives the table. None without labels.
     """
@@ -99,7 +100,7 @@ def _widths(data: StepData) -> tuple[int, tuple[int, ...], type, int]:
         raise ValueError("collate_home: StepData.channels must be set; got 0. Use a StepReader.")
     if data.text_channels:
         return data.channels, (data.text_channels,), np.float32, data.pooled_channels
-    return data.channels, (), np.int32, data.pooled_channels
+    return data.channels, (TOKEN_BYTES,), np.int32, data.pooled_channels
 
 
 def _table_rows(data: StepData, capacity: int | None) -> int:

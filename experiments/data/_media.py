@@ -32,7 +32,8 @@ class MediaRules:
       max_tokens: most image tokens of a sequence; larger pictures are scaled down, never cropped.
       frame_stride: every how many frames of a clip are kept.
       max_frames: most frames that are kept.
-      max_text: most caption bytes; longer captions are cut, and the log says how many.
+      max_text: most caption tokens: words, those beyond eight bytes taking more than one; longer captions are cut,
+        and the log says how many.
       allow_uncaptioned: whether files without a caption are used, with an empty one.
       bad_limit: how many files may have unreadable headers.
       index_folder: where sizes are remembered between runs; None reads all headers every time.

@@ -17,6 +17,7 @@ from experiments.data._hash import name_uniform
 from experiments.data._rows import rows_from_frames, snap_grid
 from experiments.data._table import SampleTable, TableSource
 from experiments.data._types import DataError, Source
+from jaxdit.encoders import byte_tokens
 
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
@@ -164,7 +165,7 @@ class DigitSource(TableSource):
             for y, x in self._sizes:
                 names.append(f"digit-{number:04d}-{y}x{x}")
                 split_names.append(f"digit-{number:04d}")
-                captions.append(_digit_caption(label, names[-1]).encode())
+                captions.append(byte_tokens(_digit_caption(label, names[-1])))
         grids = [(1, y // patch, x // patch) for y, x in self._sizes] * len(self._digits.labels)
         labels = np.repeat(self._digits.labels, len(self._sizes))
         table = SampleTable(names, split_names, np.asarray(grids, np.int32), captions, labels)
@@ -220,7 +221,7 @@ class PhotoSource(_PackagedSource):
             for most in tokens:
                 h, w = snap_grid(size.height, size.width, patch=patch, max_patches=most)
                 names.append(f"{name}-{h}x{w}")
-                captions.append(caption.encode())
+                captions.append(byte_tokens(caption))
                 grids.append((1, h, w))
                 files.append((paths[name], FrameChoice(1, 1, h * patch, w * patch)))
         table = SampleTable(names, names, np.asarray(grids, np.int32), captions)
@@ -248,7 +249,7 @@ class ClipSource(_PackagedSource):
             for frames, most in shapes:
                 h, w = snap_grid(size.height, size.width, patch=patch, max_patches=most)
                 names.append(f"{scene.file}-{scene.start}-{frames}x{h}x{w}")
-                captions.append(scene.caption.encode())
+                captions.append(byte_tokens(scene.caption))
                 grids.append((frames, h, w))
                 choice = FrameChoice(frames, _CLIP_STRIDE, h * patch, w * patch, scene.start)
                 files.append((path, choice))

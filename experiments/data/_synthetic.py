@@ -10,6 +10,7 @@ from jaxtyping import Float32, Float64, Int32, Int64
 
 from experiments.data._hash import digest_of, hash_uniform
 from experiments.data._types import TextRows
+from jaxdit.encoders import TOKEN_BYTES
 
 _CODE = re.compile(r"g(\d+)b(\d+)i(\d+)f(\d+)s([01])")
 
@@ -66,7 +67,7 @@ class SyntheticRows:
 
     Attributes:
       channels: features of an image row.
-      text_channels: features of a text row; 0 makes text bytes.
+      text_channels: features of a text row; 0 makes text byte tokens.
       pooled_channels: features of the per-sequence text vector.
       max_text: text tokens are uniform in 0 .. max_text.
       num_classes: labels are uniform in 0 .. num_classes - 1; 0 gives none.
@@ -152,11 +153,11 @@ class SyntheticCodes:
         return self.sample_name(index)
 
     def text(self, index: int) -> TextRows:
-        """Random bytes or normal features."""
+        """Random byte tokens or normal features."""
         rng, length = np.random.default_rng([self._seed, 2, index]), int(self.text_lengths[index])
         if self.text_channels:
             return rng.standard_normal((length, self.text_channels), np.float32)
-        return rng.integers(0, 256, length, np.uint8)
+        return rng.integers(0, 256, (length, TOKEN_BYTES), np.uint8)
 
     def pooled(self, index: int) -> Float32[np.ndarray, " c_pool"]:
         """Normal features."""

@@ -10,24 +10,22 @@ import numpy as np
 from jaxtyping import Float32, Int, Int32, UInt8
 
 from experiments.data._hash import digest_of
+from jaxdit.encoders import byte_tokens
 
 _logger = logging.getLogger(__name__)
 
 
-def encode_captions(captions: Sequence[str], *, max_text: int, name: str) -> list[bytes]:
-    """UTF-8 captions of at most `max_text` bytes; longer ones are cut between characters and logged."""
-    encoded, cut = [], 0
-    for caption in captions:
-        raw = caption.strip().encode()
-        if len(raw) > max_text:
-            cut += 1
-            raw = raw[:max_text].decode(errors="ignore").encode()
-        encoded.append(raw)
+def encode_captions(
+    captions: Sequence[str], *, max_text: int, name: str
+) -> list[UInt8[np.ndarray, "n_txt 8"]]:
+    """The byte tokens of captions, at most `max_text` of each; what is cut is logged."""
+    encoded = [byte_tokens(caption) for caption in captions]
+    cut = sum(len(tokens) > max_text for tokens in encoded)
     if cut:
         _logger.warning(
-            "%s: %d of %d captions are cut to max_text=%d bytes", name, cut, len(encoded), max_text
+            "%s: %d of %d captions are cut to max_text=%d tokens", name, cut, len(encoded), max_text
         )
-    return encoded
+    return [tokens[:max_text] for tokens in encoded]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,14 +36,14 @@ class SampleTable:
       names: unique, stable names.
       split_names: samples that share one are kept on one side of a split.
       grids: patches (t, h, w).
-      captions: UTF-8 bytes.
+      captions: byte tokens.
       labels: classes, or None.
     """
 
     names: Sequence[str]
     split_names: Sequence[str]
     grids: Int32[np.ndarray, "n 3"]
-    captions: Sequence[bytes]
+    captions: Sequence[UInt8[np.ndarray, "n_txt 8"]]
     labels: Int[np.ndarray, " n"] | None = None
 
 
@@ -72,7 +70,8 @@ class TableSource:
         self._table = table
         labels = "" if self.labels is None else self.labels.tobytes()
         sizes = self.grids.tobytes()
-        self.digest = digest_of([name, str(patch), sizes, labels, *table.names, *table.captions])
+        captions = (len(c).to_bytes(4, "little") + c.tobytes() for c in table.captions)
+        self.digest = digest_of([name, str(patch), sizes, labels, *table.names, *captions])
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -91,9 +90,9 @@ class TableSource:
         t, h, w = self.grids[index].tolist()
         return t, h, w
 
-    def text(self, index: int) -> UInt8[np.ndarray, " n_txt"]:
-        """Caption bytes."""
-        return np.frombuffer(self._table.captions[index], np.uint8)
+    def text(self, index: int) -> UInt8[np.ndarray, "n_txt 8"]:
+        """Caption as byte tokens."""
+        return self._table.captions[index]
 
     def pooled(self, index: int) -> Float32[np.ndarray, " c_pool"]:
         """Byte captions have no precomputed vector: shape (0,)."""

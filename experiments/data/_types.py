@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
-# A caption is bytes; a source with precomputed text features gives float32 rows instead.
+# Captions are byte tokens, uint8 rows; a source with precomputed text features gives float32 rows instead.
 TextRows = np.ndarray
 
 
@@ -28,7 +28,7 @@ class Source(Protocol):
       name: short name, used in logs and in the digest.
       patch: pixels per patch side; 0 where rows are not patches of pixels.
       channels: features of an image row.
-      text_channels: features of a text row; 0 where text is bytes.
+      text_channels: features of a text row; 0 where text is byte tokens.
       pooled_channels: features of the per-sequence text vector; 0 where there is none.
       grids: patches (t, h, w) of every sample.
       image_lengths: image tokens of every sample. Equal to t * h * w, except for synthetic codes whose
@@ -63,7 +63,7 @@ class Source(Protocol):
         ...
 
     def text(self, index: int) -> TextRows:
-        """Caption bytes, uint8 (text_length,), or features, float32 (text_length, text_channels)."""
+        """Byte tokens, uint8 (text_length, 8), or features, float32 (text_length, text_channels)."""
         ...
 
     def pooled(self, index: int) -> Float32[np.ndarray, " c_pool"]:
@@ -160,7 +160,7 @@ class StepData:
       local_devices: global ids of this process's devices, in the order of the arrays `collate_home` makes.
       sequences: global sequence ids of the local sequences, ascending.
       rows: per local sequence, image rows (n_img, c_in); zeros for an unreadable one.
-      text: per local sequence, caption bytes (n_txt,) or features (n_txt, c_txt).
+      text: per local sequence, byte tokens (n_txt, 8) or features (n_txt, c_txt).
       pooled: per local sequence, (c_pool,); zeros where the caption is dropped.
       loss_weight: per local sequence; 0 for an unreadable one.
       channels, text_channels, pooled_channels: as in `Source`; a process without a sequence needs them too.

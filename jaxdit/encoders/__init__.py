@@ -10,11 +10,13 @@ from ._protocol import ImageEncoder as ImageEncoder
 from ._protocol import TextEncoder as TextEncoder
 from ._protocol import TextFeatures as TextFeatures
 from ._protocol import TextRows as TextRows
+from ._text import TOKEN_BYTES as TOKEN_BYTES
 from ._text import ByteTextEncoder as ByteTextEncoder
 from ._text import PrecomputedText as PrecomputedText
 from ._text import byte_tokens as byte_tokens
 
 __all__ = [
+    "TOKEN_BYTES",
     "ByteTextEncoder",
     "Grid",
     "ImageEncoder",

@@ -13,13 +13,13 @@ class TextRows(NamedTuple):
     """Packed caption tokens of all sequences at hand (per device inside shard_map).
 
     Attributes:
-        tokens: token ids, or features computed elsewhere.
+        tokens: bytes of words, see `byte_tokens`, or features computed elsewhere.
         segment_ids: sequence of each row plus one, 0 = padding.
         token_index: index of each row's token in its caption.
         pooled: pooled vector of each sequence, where it too was computed elsewhere.
     """
 
-    tokens: Int[Array, "n"] | Float[Array, "n c_txt"]
+    tokens: Int[Array, "n 8"] | Float[Array, "n c_txt"]
     segment_ids: Int[Array, "n"]
     token_index: Int[Array, "n"]
     pooled: Float[Array, "s c_pool"] | None = None

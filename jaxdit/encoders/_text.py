@@ -4,34 +4,47 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 from ..models import rows_of_sequences, sums_of_sequences
 from ._protocol import TextFeatures, TextRows
 
-__all__ = ["ByteTextEncoder", "PrecomputedText", "byte_tokens"]
+__all__ = ["TOKEN_BYTES", "ByteTextEncoder", "PrecomputedText", "byte_tokens"]
 
 NUM_BYTES = 256
+TOKEN_BYTES = 8
 
 
-def byte_tokens(caption: str) -> list[int]:
-    """The UTF-8 bytes of a caption, the tokens of `ByteTextEncoder`."""
-    return list(caption.encode("utf-8"))
+def byte_tokens(caption: str) -> UInt8[np.ndarray, "n 8"]:
+    """The tokens of `ByteTextEncoder`: the UTF-8 bytes of each word, eight a token, zeros after the last.
+
+    Words end at white space; a longer one goes on in the next token. Attention and linear layers then cost a row per
+    word, not one per letter.
+    """
+    pieces = [
+        word[i : i + TOKEN_BYTES]
+        for word in caption.encode().split()
+        for i in range(0, len(word), TOKEN_BYTES)
+    ]
+    joined = b"".join(piece.ljust(TOKEN_BYTES, b"\0") for piece in pieces)
+    return np.frombuffer(joined, np.uint8).reshape(-1, TOKEN_BYTES)
 
 
 class ByteTextEncoder(nnx.Module):
     """Embeds the bytes of captions, trained with the model.
 
-    A feature is the byte's vector plus that of its place in the caption. The pooled vector is a linear map of
-    the features' sum over the root of their number: it has unit variance at any length, where the mean of many
-    would hide the few bytes in which two captions differ. A caption without bytes (also one dropped for
-    guidance) has a learned vector of its own.
+    A token's bytes, each with a table of its own, and its place in the caption add up to a vector; a feature is that
+    vector plus a two-layer network of it, so that words which share letters still have features of their own. The
+    pooled vector is a linear map of the features' sum over the root of their number: it has about unit variance at
+    any length, where the mean of many would hide the one word in which two captions differ. A caption without bytes
+    (also one dropped for guidance) has a learned vector of its own.
 
     Args:
         text_channels: channels of a feature row.
         pooled_channels: channels of a pooled vector.
-        max_length: longest caption in bytes. A longer one gives NaN, not another place's vector: bound
+        max_length: longest caption in tokens. A longer one gives NaN, not another place's vector: bound
             captions when they are read.
         rngs: source of the initial parameters.
 
@@ -50,10 +63,13 @@ class ByteTextEncoder(nnx.Module):
             )
         self.frozen = False
         self.text_channels, self.pooled_channels, self.max_length = text_channels, pooled_channels, max_length
-        # Unit variance in the sum: features enter the model's text projection as they are.
-        init = nnx.initializers.normal(0.5**0.5)
-        self.byte_embedding = nnx.Param(init(rngs.params(), (NUM_BYTES, text_channels), jnp.float32))
+        # About unit variance in the sum of a short word's bytes and its place.
+        init = nnx.initializers.normal(0.4)
+        table = (TOKEN_BYTES * NUM_BYTES, text_channels)
+        self.byte_embedding = nnx.Param(init(rngs.params(), table, jnp.float32))
         self.place_embedding = nnx.Param(init(rngs.params(), (max_length, text_channels), jnp.float32))
+        self.mix_in = nnx.Linear(text_channels, 2 * text_channels, param_dtype=jnp.float32, rngs=rngs)
+        self.mix_out = nnx.Linear(2 * text_channels, text_channels, param_dtype=jnp.float32, rngs=rngs)
         self.pool = nnx.Linear(text_channels, pooled_channels, param_dtype=jnp.float32, rngs=rngs)
         self.pooled_empty = nnx.Param(
             nnx.initializers.normal(0.02)(rngs.params(), (1, pooled_channels), jnp.float32)
@@ -65,14 +81,17 @@ class ByteTextEncoder(nnx.Module):
         """Encodes rows; see `TextEncoder`. Float32 throughout.
 
         Raises:
-            TypeError: if the tokens are not integers.
+            TypeError: if the tokens are not rows of eight integers.
         """
-        if not jnp.issubdtype(rows.tokens.dtype, jnp.integer):
+        tokens = rows.tokens
+        if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.shape[1:] != (TOKEN_BYTES,):
             raise TypeError(
-                f"ByteTextEncoder: tokens must be integers, bytes 0 .. 255; got tokens of dtype "
-                f"{rows.tokens.dtype}. For features made elsewhere use PrecomputedText."
+                f"ByteTextEncoder: tokens must be rows of {TOKEN_BYTES} integers, bytes 0 .. 255; got tokens of dtype "
+                f"{tokens.dtype} and shape {tokens.shape}. Make them by byte_tokens; for features made elsewhere use "
+                "PrecomputedText."
             )
-        features = self._embed(rows.tokens, rows.token_index)
+        features = self._embed(tokens, rows.token_index)
+        features = features + self.mix_out(nnx.silu(self.mix_in(features)))
         features = jnp.where(rows.segment_ids[:, None] > 0, features, 0.0)
         ones = (rows.segment_ids[:, None] > 0).astype(jnp.float32)
         sums = (
@@ -83,10 +102,13 @@ class ByteTextEncoder(nnx.Module):
         pooled = self.pool(totals / jnp.sqrt(jnp.maximum(counts, 1.0)))
         return TextFeatures(features, jnp.where(counts > 0, pooled, self.pooled_empty[...]))
 
-    def _embed(self, tokens: Int[Array, "n"], places: Int[Array, "n"]) -> Float[Array, "n c"]:
+    def _embed(self, tokens: Int[Array, "n 8"], places: Int[Array, "n"]) -> Float[Array, "n c"]:
         # Both tables are read like tables of sequences (0 is padding), for the float32, repeatable gradient.
-        in_range = (places < self.max_length) & (tokens >= 0) & (tokens < NUM_BYTES)
-        by_byte = rows_of_sequences(self.byte_embedding[...], tokens.astype(jnp.int32) + 1)
+        tokens = tokens.astype(jnp.int32)
+        in_range = (places < self.max_length) & jnp.all((tokens >= 0) & (tokens < NUM_BYTES), axis=1)
+        entries = jnp.where(tokens > 0, tokens + 1 + NUM_BYTES * jnp.arange(TOKEN_BYTES)[None], 0)
+        by_byte = rows_of_sequences(self.byte_embedding[...], entries.reshape(-1))
+        by_byte = jnp.sum(by_byte.reshape(*entries.shape, self.text_channels), axis=1)
         by_place = rows_of_sequences(self.place_embedding[...], places.astype(jnp.int32) + 1)
         return jnp.where(in_range[:, None], by_byte + by_place, jnp.nan)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -14,13 +14,13 @@ from .._losses import (
     ddpm_noised,
     flow_matching_loss,
     flow_noised,
+    flow_velocity,
     split_learned_sigma,
 )
 from .._random import sequence_times, token_noise
 from .._samplers import classifier_free_guidance, ddim_sample, euler_sample
 from .._schedules import (
     DiffusionSchedule,
-    ResolutionShift,
     diffusion_steps,
     flow_sigmas,
     logit_normal_time,
@@ -28,7 +28,7 @@ from .._schedules import (
     spaced_steps,
 )
 from ..encoders import TextRows
-from ..models import Attention, ImageLabelRows, ImageTextRows, LayerScan
+from ..models import Attention, ImageLabelRows, ImageTextRows, LayerScan, rows_of_sequences
 from ._rows import NO_LABEL, TokenRows
 
 
@@ -91,6 +91,15 @@ class Objective(Protocol):
         ...
 
 
+@runtime_checkable
+class TimeShift(Protocol):
+    """A shift of flow times by size, such as `ResolutionShift`."""
+
+    def mu(self, num_tokens: Int[Array, " s"]) -> Float[Array, " s"]:
+        """The logarithmic shift of sequences with so many image tokens."""
+        ...
+
+
 class SamplingContexts(NamedTuple):
     """Contexts of the two branches of guidance: with the condition, and without it (its attention sees no text)."""
 
@@ -120,23 +129,23 @@ class TextToImage(nnx.Module):
         guidance: float | None,
     ) -> Float[Array, "n c"]:
         """The backbone's prediction for image rows at a time per sequence, with the rows' own text."""
-        num_sequences = time.shape[0]
         text = self.text_encoder(
             TextRows(rows.txt, rows.txt_segment_ids, rows.txt_token_index, rows.pooled),
-            num_sequences=num_sequences,
+            num_sequences=time.shape[0],
             reduce=context.reduce,
         )
+        num_local = rows.sequences.shape[0]
         return self.backbone(
             ImageTextRows(
                 img=img,
-                img_segment_ids=rows.img_segment_ids,
+                img_segment_ids=rows.local_ids(rows.img_segment_ids),
                 img_positions=rows.img_positions,
                 txt=text.features,
-                txt_segment_ids=rows.txt_segment_ids,
+                txt_segment_ids=rows.local_ids(rows.txt_segment_ids),
                 txt_positions=jnp.zeros((rows.txt_segment_ids.shape[0], 3), jnp.int32),
-                time=time,
-                pooled=text.pooled,
-                guidance=None if guidance is None else jnp.full(num_sequences, guidance, jnp.float32),
+                time=_of_local(time, rows),
+                pooled=rows_of_sequences(text.pooled, rows.sequences),
+                guidance=None if guidance is None else jnp.full(num_local, guidance, jnp.float32),
             ),
             attention=context.attention,
             layer_scan=context.layer_scan,
@@ -151,12 +160,35 @@ class FlowMatching:
         time_mean, time_std: logit-normal distribution of training times; `time_std` None for uniform times.
         shift: moves times towards noise with the number of image tokens; None for none.
         guidance: value of the guidance embedding in training, for models that have one.
+        prediction: what the module puts out: "velocity", noise minus data (FLUX.1), or "sample", the data. The loss
+            is of the velocity either way. Noise fills every channel of a patch and data do not, so rows with more
+            channels than the module can carry want "sample".
+
+    Raises:
+        ValueError: for another prediction.
     """
 
     time_mean: float = 0.0
     time_std: float | None = 1.0
-    shift: ResolutionShift | None = None
+    shift: TimeShift | None = None
     guidance: float | None = None
+    prediction: Literal["velocity", "sample"] = "velocity"
+
+    def __post_init__(self) -> None:
+        if self.prediction not in ("velocity", "sample"):
+            raise ValueError(
+                f"FlowMatching: prediction must be 'velocity' or 'sample'; got prediction={self.prediction!r}. "
+                "FLUX.1 predicts the velocity."
+            )
+
+    def velocity(
+        self, module: TextToImage, noised: Array, time: Array, rows: TokenRows, context: Context
+    ) -> Float[Array, "n c"]:
+        """The velocity that the module predicts at rows noised to a time per sequence."""
+        prediction = module.denoise(noised, time, rows, context, guidance=self.guidance)
+        if self.prediction == "velocity":
+            return prediction
+        return flow_velocity(prediction, noised, time, rows.img_segment_ids)
 
     def times(self, rows: TokenRows, context: Context) -> Float[Array, " s"]:
         """The training time of every sequence of the step."""
@@ -173,7 +205,7 @@ class FlowMatching:
         )
         time = self.times(rows, context)
         noised = flow_noised(rows.img, noise, time, rows.img_segment_ids)
-        prediction = module.denoise(noised, time, rows, context, guidance=self.guidance)
+        prediction = self.velocity(module, noised, time, rows, context)
         ones = jnp.ones_like(time)
         return flow_matching_loss(
             prediction, rows.img, noise, rows.img_segment_ids, ones, row_weights=rows.img_loss_weight
@@ -194,7 +226,7 @@ class FlowMatching:
         without = _without_text(rows)
 
         def branch(rows: TokenRows, context: Context) -> Callable[[Array, Array], Array]:
-            return lambda x, time: module.denoise(x, time, rows, context, guidance=self.guidance)
+            return lambda x, time: self.velocity(module, x, time, rows, context)
 
         denoise = classifier_free_guidance(
             branch(rows, contexts.conditional),
@@ -202,6 +234,11 @@ class FlowMatching:
             settings.guidance_scale,
         )
         return settings.method(denoise, noise, flow_sigmas(settings.num_steps, mu), rows.img_segment_ids)
+
+
+def _of_local(values: Any, rows: TokenRows) -> Any:
+    """The entries of a per-sequence array for the sequences with rows here; any entry in padding."""
+    return values[jnp.maximum(rows.sequences - 1, 0)]
 
 
 def _without_text(rows: TokenRows) -> TokenRows:
@@ -308,10 +345,10 @@ class DiffusionLoss:
     ) -> Array:
         model_rows = ImageLabelRows(
             img=x,
-            img_segment_ids=rows.img_segment_ids,
+            img_segment_ids=rows.local_ids(rows.img_segment_ids),
             img_positions=rows.img_positions,
-            time=time,
-            labels=labels,
+            time=_of_local(time, rows),
+            labels=_of_local(labels, rows),
         )
         attention = _image_attention(context.attention, rows.txt_segment_ids.shape[0])
         return module(model_rows, attention=attention, layer_scan=context.layer_scan)

@@ -23,7 +23,7 @@ class HomeRows(NamedTuple):
         img, img_segment_ids, img_positions, img_token_index: image rows, sequence of each plus one (0 = padding),
             (t, h, w), and index inside the sequence's image part.
         img_loss_weight: weight of each row in the loss.
-        txt: byte ids (m,) or features (m, c) of text rows.
+        txt: bytes of words (m, 8), see `jaxdit.encoders.byte_tokens`, or features (m, c) of text rows.
         txt_segment_ids, txt_token_index: sequence and index of each text row.
         pooled: text vectors of the sequences at home here, zeros for others; None where text is bytes.
         labels: class of the sequences at home here plus one (-1 where the label is dropped), 0 for others;
@@ -46,7 +46,7 @@ class TokenRows(NamedTuple):
     """The same rows in token layout, with tables of all the step's sequences; what an objective is given.
 
     Attributes are those of `HomeRows`; `pooled` and `labels` hold every sequence (a class, or `NO_LABEL` where it is
-    dropped), and `num_image_tokens` the image tokens of each.
+    dropped), `num_image_tokens` the image tokens of each, and `sequences` those with rows here, plus one (0 = padding).
     """
 
     img: Float[Array, "n c"]
@@ -58,8 +58,15 @@ class TokenRows(NamedTuple):
     txt_segment_ids: Int[Array, " m"]
     txt_token_index: Int[Array, " m"]
     num_image_tokens: Int[Array, " s"]
+    sequences: Int[Array, " l"]
     pooled: Float[Array, "s c_pool"] | None = None
     labels: Int[Array, " s"] | None = None
+
+    def local_ids(self, segment_ids: Int[Array, " n"]) -> Int[Array, " n"]:
+        """Segment ids that index `sequences`: a model then computes per-sequence vectors of what is here alone."""
+        numbers = jnp.arange(1, self.sequences.shape[0] + 1, dtype=segment_ids.dtype)
+        table = jnp.zeros(self.num_image_tokens.shape[0] + 1, segment_ids.dtype)
+        return table.at[self.sequences].set(jnp.where(self.sequences > 0, numbers, 0))[segment_ids]
 
 
 def image_route(tables: StepTables, capacity: StepCapacity) -> Route:
@@ -113,6 +120,7 @@ def to_token_layout(
         txt_segment_ids=txt_ids,
         txt_token_index=txt_index,
         num_image_tokens=num_image_tokens,
+        sequences=jnp.asarray(tables.sequences),
         pooled=total(home.pooled),
         labels=None if labels is None else jnp.where(labels < 0, NO_LABEL, labels - 1),
     )

@@ -89,7 +89,7 @@ def make_sample_step(
         return exchange(sampled, back, axis_name=DATA_AXES)[None]
 
     by_device = P(DATA_AXES)
-    return jax.jit(
+    return program.jit(
         jax.shard_map(
             device_sample,
             mesh=program.mesh,

@@ -5,7 +5,7 @@ model with attention in a layout of its own, differentiates, and adds up. The ta
 capacity runs in the same program.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -100,6 +100,7 @@ class TrainProgram:
         dtype: dtype in which sharded parameters of layers travel.
         ema_decay: decay of the moving average per step, reached after a warm-up: (1 + t) / (10 + t) at step t if less.
         kernel: block computation of packed attention; chosen by platform if None.
+        compiler_options: as `jax.jit` takes them; None for the defaults.
     """
 
     module: nnx.Module
@@ -111,6 +112,12 @@ class TrainProgram:
     dtype: Any = jnp.float32
     ema_decay: float = 0.999
     kernel: PackedKernel | None = None
+    compiler_options: Mapping[str, Any] | None = None
+
+    def jit(self, function: Callable[..., Any], **options: Any) -> Any:
+        """`jax.jit` with the run's compiler options."""
+        compiler_options = None if self.compiler_options is None else dict(self.compiler_options)
+        return jax.jit(function, compiler_options=compiler_options, **options)
 
     @property
     def axes(self) -> Any:
@@ -251,7 +258,7 @@ def make_train_step(
         return _updated(program, state, grads, finite), StepMetrics(loss, norm, finite, agree)
 
     shardings = program.state_shardings()
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    return program.jit(step, donate_argnums=0, out_shardings=(shardings, None))
 
 
 def _updated(program: TrainProgram, state: TrainState, grads: Any, finite: Array) -> TrainState:
@@ -289,7 +296,7 @@ def make_eval_step(
     def device_loss(params: Any, inputs: StepInputs, index: Array, key: Any) -> tuple[Array, Array]:
         return lax.psum(device_model.prepare(inputs, 0, index, key)(params), DATA_AXES)
 
-    return jax.jit(
+    return program.jit(
         jax.shard_map(
             device_loss,
             mesh=program.mesh,

@@ -46,7 +46,7 @@ class ListSource:
     split_name = sample_name
 
     def text(self, index):
-        return np.full(int(self.text_lengths[index]), index % 251, np.uint8)
+        return np.full((int(self.text_lengths[index]), 8), index % 251, np.uint8)
 
     def pooled(self, index):
         return np.zeros(0, np.float32)
@@ -105,3 +105,9 @@ def save_tar(path: Path, members):
             info = tarfile.TarInfo(name)
             info.size = len(content)
             shard.addfile(info, io.BytesIO(content))
+
+
+def words_of(tokens):
+    """The words of byte tokens, for words of less than eight bytes."""
+    assert not tokens[:, -1].any()
+    return [token.tobytes().rstrip(b"\0").decode() for token in tokens]

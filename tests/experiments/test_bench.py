@@ -81,8 +81,8 @@ def equal_attention(ranges: np.ndarray, num_key_blocks: int) -> np.ndarray:
     mesh = data_mesh(jax.devices()[: len(ranges)], shards=1)
     placed = jax.device_put(ranges.astype(np.int32), NamedSharding(mesh, P(DATA_AXES)))
     other = jnp.zeros((*ranges.shape[:2], num_key_blocks, 2), jnp.int32)
-    unused: list[Any] = [None] * (len(StepTables._fields) - 2)
-    tables = StepTables(*unused, key_blocks=placed, query_blocks=other)
+    unused: dict[str, Any] = dict.fromkeys(StepTables._fields)
+    tables = StepTables(**unused)._replace(key_blocks=placed, query_blocks=other)
     inputs = StepInputs(*([None] * 4))._replace(tables=tables)
     return np.asarray(with_equal_attention(inputs).tables.key_blocks)
 
@@ -168,7 +168,7 @@ def test_program_prints_and_writes_what_it_measures(tmp_path):
     assert done.returncode == 0, done.stderr
     text = out.read_text()
     assert "<!-- section solver -->" in text
-    assert "`python -m experiments.bench --quick --only solver" in text
+    assert "`python -m experiments.bench --only solver --quick`" in text
     assert done.stdout.strip() in text
     assert {"plans", "conditions"} <= set(json.loads(figures.read_text())["solver"])
 

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from _data_cases import gradient_image, save_clip, save_image
+from _data_cases import gradient_image, save_clip, save_image, words_of
 from PIL import Image
 
 from experiments.data import (
@@ -18,6 +18,7 @@ from experiments.data import (
     metadata_captions,
     sidecar_captions,
 )
+from jaxdit.encoders import byte_tokens
 
 RULES = MediaRules(patch=8, max_tokens=64, allow_uncaptioned=True, max_frames=4, frame_stride=2)
 
@@ -129,8 +130,8 @@ def test_sidecar_captions(tmp_path):
     save_image(tmp_path / "sub" / "cat.png", 16, 16)
     (tmp_path / "sub" / "cat.txt").write_text("  eine Katze läuft\n", encoding="utf-8")
     source = ImageFolder(tmp_path, rules=MediaRules(patch=8, max_tokens=64), captions=sidecar_captions)
-    assert source.text(0).tobytes().decode() == "eine Katze läuft"
-    assert source.text_lengths.tolist() == [17]
+    assert words_of(source.text(0)) == ["eine", "Katze", "läuft"]
+    assert source.text_lengths.tolist() == [3]
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv"])
@@ -146,7 +147,7 @@ def test_metadata_captions(tmp_path, form, caplog):
         )
     (tmp_path / f"metadata.{form}").write_text(text, encoding="utf-8")
     source = ImageFolder(tmp_path, rules=MediaRules(patch=8, max_tokens=64))
-    assert [source.text(i).tobytes().decode() for i in range(2)] == ['a "quoted", text', "two"]
+    assert [source.text(i).tolist() for i in range(2)] == [byte_tokens(t).tolist() for _, t in rows[:2]]
     assert "1 rows about files that are not there, such as gone.png" in caplog.text
 
 
@@ -157,9 +158,9 @@ def test_the_default_mixes_both_and_a_rule_of_ones_own_works(tmp_path):
     (tmp_path / "metadata.csv").write_text("file_name,text\none.png,listed\n")
     rules = MediaRules(patch=8, max_tokens=64)
     source = ImageFolder(tmp_path, rules=rules)
-    assert [source.text(i).tobytes() for i in range(2)] == [b"listed", b"beside"]
+    assert [words_of(source.text(i)) for i in range(2)] == [["listed"], ["beside"]]
     own = ImageFolder(tmp_path, rules=rules, captions=lambda root, names: dict.fromkeys(names, "same"))
-    assert own.text(1).tobytes() == b"same"
+    assert words_of(own.text(1)) == ["same"]
     assert own.digest != source.digest
 
 
@@ -170,7 +171,7 @@ def test_missing_captions_are_counted_and_named(tmp_path):
     (tmp_path / "4.txt").write_text("  ")
     with pytest.raises(DataError, match=r"got 6 of 7 without: 0.png, 1.png, 2.png, 4.png, 5.png, \.\.\."):
         ImageFolder(tmp_path, rules=MediaRules(patch=8, max_tokens=64))
-    assert ImageFolder(tmp_path, rules=RULES).text_lengths.tolist() == [0, 0, 0, 5, 0, 0, 0]
+    assert ImageFolder(tmp_path, rules=RULES).text_lengths.tolist() == [0, 0, 0, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -195,12 +196,12 @@ def test_two_metadata_files_are_an_error(tmp_path):
         metadata_captions(tmp_path, [])
 
 
-def test_long_captions_are_cut_between_characters_and_logged(tmp_path, caplog):
+def test_long_captions_are_cut_between_tokens_and_logged(tmp_path, caplog):
     save_image(tmp_path / "a.png", 16, 16)
-    (tmp_path / "a.txt").write_text("ab\u00e4\u00e4", encoding="utf-8")
-    source = ImageFolder(tmp_path, rules=MediaRules(patch=8, max_tokens=64, max_text=5))
-    assert source.text(0).tobytes().decode() == "ab\u00e4"
-    assert "1 of 1 captions are cut to max_text=5 bytes" in caplog.text
+    (tmp_path / "a.txt").write_text("einundzwanzig rote Katzen", encoding="utf-8")
+    source = ImageFolder(tmp_path, rules=MediaRules(patch=8, max_tokens=64, max_text=3))
+    np.testing.assert_array_equal(source.text(0), byte_tokens("einundzwanzig rote"))
+    assert "1 of 1 captions are cut to max_text=3 tokens" in caplog.text
 
 
 def test_damaged_headers_are_skipped_and_named(tmp_path, caplog):

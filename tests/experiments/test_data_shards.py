@@ -7,6 +7,7 @@ import pytest
 from _data_cases import gradient_image, image_bytes, save_clip, save_tar
 
 from experiments.data import DataError, MediaRules, WebDatasetShards, frames_from_rows
+from jaxdit.encoders import byte_tokens
 
 RULES = MediaRules(patch=8, max_tokens=64, max_frames=2)
 
@@ -42,7 +43,9 @@ def test_members_are_grouped_by_key_and_read_in_any_order(tmp_path):
         "train-000.tar:a.jpg",
         "train-001.tar:x/a.mkv",
     ]
-    assert [source.text(i).tobytes() for i in range(3)] == [b"a gradient", b"before its picture", b"moving"]
+    assert [source.text(i).tolist() for i in range(3)] == [
+        byte_tokens(caption).tolist() for caption in ("a gradient", "before its picture", "moving")
+    ]
     assert source.grids.tolist() == [[1, 2, 4], [1, 4, 2], [2, 2, 3]]
     np.testing.assert_allclose(frames_of(source, 2)[:, -4:].mean(axis=(1, 2, 3)), [20, 28], atol=3)
     np.testing.assert_array_equal(frames_of(source, 0)[0], gradient_image(16, 32, seed=1))

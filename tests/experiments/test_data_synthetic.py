@@ -107,7 +107,9 @@ def test_content_is_deterministic_and_has_the_wanted_widths():
         assert a.text(i).shape == (a.text_lengths[i], 3)
         assert a.pooled(i).shape == (2,)
         assert a.text(i).dtype == a.read(i).dtype == np.float32
-    assert SyntheticCodes("g1b3i64f2s0", num_steps=2).text(0).dtype == np.uint8
+    by_bytes = SyntheticCodes("g1b3i64f2s0", num_steps=2)
+    assert by_bytes.text(0).dtype == np.uint8
+    assert by_bytes.text(0).shape == (by_bytes.text_lengths[0], 8)
     data = StepReader(StepSampler([a]), local_devices=[0], num_devices=1).read(0)
     assert not data.bad
 

@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxdit.encoders import (
+    TOKEN_BYTES,
     ByteTextEncoder,
     Grid,
     ImageEncoder,
@@ -23,7 +24,7 @@ from jaxdit.encoders import (
     unpatchify,
 )
 
-CAPTIONS = ("a handwritten seven", "", "é", "a cat")
+CAPTIONS = ("a handwritten seven", "", "é", "a cat")  # 4, 0, 1 and 2 tokens
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 6, 3), (5, 2, 2, 1), (3, 8, 2, 4)])
@@ -78,9 +79,32 @@ def make_rows(captions=CAPTIONS, pad=3, shuffle=True) -> TextRows:
     tokens = [byte_tokens(caption) for caption in captions]
     ids = np.concatenate([*(np.full(len(t), s + 1) for s, t in enumerate(tokens)), np.zeros(pad)])
     index = np.concatenate([*(np.arange(len(t)) for t in tokens), np.zeros(pad)])
-    values = np.concatenate([*tokens, np.zeros(pad)])
+    values = np.concatenate([*tokens, np.zeros((pad, TOKEN_BYTES))])
     order = np.random.default_rng(0).permutation(len(ids)) if shuffle else np.arange(len(ids))
     return TextRows(*(jnp.asarray(x[order], jnp.int32) for x in (values, ids, index)))
+
+
+def test_a_token_holds_a_word_or_eight_bytes_of_it():
+    tokens = byte_tokens(" a\thandwritten  seven\n")
+    assert tokens.dtype == np.uint8
+    assert [token.tobytes().rstrip(b"\0") for token in tokens] == [b"a", b"handwrit", b"ten", b"seven"]
+    assert byte_tokens("").shape == byte_tokens(" \n").shape == (0, TOKEN_BYTES)
+    assert len(byte_tokens("12345678")) == 1
+    assert byte_tokens("ÄÖÜß€").tobytes() == "ÄÖÜß€".encode().ljust(16, b"\0")
+
+
+def float64_features(encoder, tokens):
+    """The definition of a caption's features."""
+
+    def param(p):
+        return np.asarray(p[...], np.float64)
+
+    table = param(encoder.byte_embedding).reshape(TOKEN_BYTES, 256, -1)
+    vectors = np.array([sum(table[i, b] for i, b in enumerate(token) if b) for token in tokens])
+    vectors = vectors.reshape(len(tokens), -1) + param(encoder.place_embedding)[: len(tokens)]
+    hidden = vectors @ param(encoder.mix_in.kernel) + param(encoder.mix_in.bias)
+    hidden = hidden / (1 + np.exp(-hidden))
+    return vectors + hidden @ param(encoder.mix_out.kernel) + param(encoder.mix_out.bias)
 
 
 def test_byte_features_and_pooled_vectors_follow_their_definition():
@@ -89,19 +113,20 @@ def test_byte_features_and_pooled_vectors_follow_their_definition():
     assert not encoder.frozen
     features, pooled = jax.jit(lambda rows: encoder(rows, num_sequences=4))(rows)
     assert features.dtype == pooled.dtype == jnp.float32
-    byte, place = (np.asarray(p[...], np.float64) for p in (encoder.byte_embedding, encoder.place_embedding))
-    for row, token, segment, index in zip(features, *(np.asarray(x) for x in rows[:3]), strict=True):
-        np.testing.assert_allclose(row, byte[token] + place[index] if segment else np.zeros(6), rtol=1e-6)
+    expected = {s: float64_features(encoder, byte_tokens(c)) for s, c in enumerate(CAPTIONS) if c}
+    for row, segment, index in zip(features, *(np.asarray(x) for x in rows[1:3]), strict=True):
+        wanted = expected[segment - 1][index] if segment else np.zeros(6)
+        np.testing.assert_allclose(row, wanted, rtol=1e-5, atol=1e-6)
     kernel, bias = (np.asarray(p[...], np.float64) for p in (encoder.pool.kernel, encoder.pool.bias))
-    for s, caption in enumerate(CAPTIONS):
-        tokens = byte_tokens(caption)
-        total = (byte[tokens] + place[: len(tokens)]).sum(axis=0) / max(len(tokens), 1) ** 0.5
-        expected = total @ kernel + bias if tokens else encoder.pooled_empty[...][0]
-        np.testing.assert_allclose(pooled[s], expected, rtol=1e-5, atol=1e-6)
+    for s in range(len(CAPTIONS)):
+        wanted = encoder.pooled_empty[...][0]
+        if s in expected:
+            wanted = expected[s].sum(axis=0) / len(expected[s]) ** 0.5 @ kernel + bias
+        np.testing.assert_allclose(pooled[s], wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_caption_spread_over_devices_is_pooled_as_a_whole():
-    encoder, rows = make_encoder(), make_rows(pad=4)
+    encoder, rows = make_encoder(), make_rows(pad=5)
     assert len(rows.tokens) % 2 == 0
     graph, state = nnx.split(encoder)
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
@@ -146,15 +171,17 @@ def test_every_parameter_learns_and_unused_bytes_do_not():
         return jnp.sum(jnp.sin(out.features)) + jnp.sum(jnp.square(out.pooled))
 
     grads = nnx.to_pure_dict(jax.jit(jax.grad(loss))(state))
-    used = sorted({token for caption in CAPTIONS for token in byte_tokens(caption)})
+    used = sorted(
+        {256 * i + b for c in CAPTIONS for token in byte_tokens(c).tolist() for i, b in enumerate(token) if b}
+    )
     assert np.flatnonzero(np.any(np.asarray(grads["byte_embedding"]), axis=1)).tolist() == used
-    assert np.flatnonzero(np.any(np.asarray(grads["place_embedding"]), axis=1)).tolist() == list(range(19))
+    assert np.flatnonzero(np.any(np.asarray(grads["place_embedding"]), axis=1)).tolist() == list(range(4))
     assert np.all(np.asarray(grads["pooled_empty"]) != 0)
 
 
 def test_a_caption_beyond_the_last_place_is_loud():
     encoder = make_encoder(max_length=4)
-    features, _ = encoder(make_rows(("abcd", "abcde"), pad=0, shuffle=False), num_sequences=2)
+    features, _ = encoder(make_rows(("a b c d", "a b c d e"), pad=0, shuffle=False), num_sequences=2)
     assert np.flatnonzero(np.any(np.isnan(np.asarray(features)), axis=1)).tolist() == [8]
 
 
@@ -186,7 +213,11 @@ def test_precomputed_text_passes_through():
 
 def test_wrong_tokens_and_sizes_are_refused():
     rows = make_rows()
-    with pytest.raises(TypeError, match=r"tokens must be integers, .* got tokens of dtype float32"):
-        make_encoder()(rows._replace(tokens=rows.tokens.astype(jnp.float32)[:, None]), num_sequences=4)
+    for tokens, what in (
+        (rows.tokens.astype(jnp.float32), r"dtype float32"),
+        (rows.tokens[:, 0], r"dtype int32 and shape \("),
+    ):
+        with pytest.raises(TypeError, match=rf"tokens must be rows of 8 integers, .* got tokens of {what}"):
+            make_encoder()(rows._replace(tokens=tokens), num_sequences=4)
     with pytest.raises(ValueError, match="sizes must be at least 1; got text_channels=0"):
         ByteTextEncoder(text_channels=0, pooled_channels=4, rngs=nnx.Rngs(0))

@@ -10,11 +10,13 @@ import pytest
 from jaxdit import (
     DiffusionSchedule,
     ResolutionShift,
+    SquareRootShift,
     ddpm_loss,
     ddpm_noised,
     diffusion_steps,
     flow_matching_loss,
     flow_noised,
+    flow_velocity,
     linear_schedule,
     logit_normal_time,
     shift_time,
@@ -243,6 +245,30 @@ def test_shift_is_the_published_formula_and_keeps_the_ends():
     a = 3.0
     constant = a * time / (1 + (a - 1) * time)
     np.testing.assert_allclose(shift_time(jnp.asarray(time, jnp.float32), math.log(a)), constant, rtol=1e-6)
+
+
+def test_square_root_shift_keeps_the_noise_of_an_averaged_patch():
+    shift = SquareRootShift(base_tokens=4, base_factor=3.0)
+    factors = np.exp(shift.mu(jnp.asarray([4, 16, 1, 0])))
+    np.testing.assert_allclose(factors, [3.0, 6.0, 1.5, 1.0], rtol=1e-6)
+    # Noise over signal, t / (1 - t), is scaled by the factor at any time.
+    time = shift_time(jnp.asarray([0.1, 0.5, 0.9]), shift.mu(jnp.full(3, 16)))
+    np.testing.assert_allclose(time / (1 - time), 6.0 * np.array([1 / 9, 1, 9]), rtol=1e-5)
+    with pytest.raises(ValueError, match=r"must be positive; got base_tokens=4, base_factor=0"):
+        SquareRootShift(base_tokens=4, base_factor=0)
+
+
+def test_velocity_of_a_prediction_of_the_data():
+    rng = np.random.default_rng(0)
+    clean, noise = (jnp.asarray(rng.normal(size=(6, 3)), jnp.float32) for _ in range(2))
+    ids, time = jnp.asarray([1, 2, 0, 2, 3, 0]), jnp.asarray([0.5, 1.0, 0.01])
+    noised = flow_noised(clean, noise, time, ids)
+    velocity = np.asarray(flow_velocity(clean, noised, time, ids))
+    np.testing.assert_allclose(
+        velocity[[0, 1, 3]], (noise - clean)[jnp.asarray([0, 1, 3])], rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(velocity[4], (noised - clean)[4] / 0.05, rtol=1e-5)  # not by 0.01
+    assert np.isfinite(velocity).all()
 
 
 def test_resolution_shift_is_flux_line():

@@ -43,6 +43,20 @@ def test_buffers_filled_by_the_tables_hold_the_definition(seed, num_devices):
         assert len({(*m[:2], m[4]) for m in moves}) == len(moves), "copies of a row are told apart"
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_sequences_are_those_with_tokens_on_a_device(seed):
+    layout = make(seed)
+    needs = step_needs(layout)
+    tables = step_tables(layout, capacity_for([needs]))
+    wanted = [
+        sorted({int(s) + 1 for s, start, stop, d in layout.plan.token_slices if d == device and stop > start})
+        for device in range(4)
+    ]
+    assert needs.device_sequences == max(map(len, wanted))
+    for row, have in zip(tables.sequences, wanted, strict=True):
+        assert row.tolist() == have + [0] * (len(row) - len(have))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_peers_describe_both_directions(seed):
     layout = make(seed)
