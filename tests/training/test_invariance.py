@@ -37,7 +37,6 @@ def test_plans_change_nothing_but_the_place(one_device, eight_devices, bags):
     assert trace.num_compiled == 1
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("bags", [None, "g1n2+g2n1+g4n1"])
 def test_sharded_parameters_change_nothing(one_device, sharded, bags):
     assert_same_run(sharded.run(bags), one_device)
@@ -61,7 +60,6 @@ def test_micro_batches_weigh_as_one_batch():
     np.testing.assert_allclose(accumulated.losses, [together], rtol=1e-5)
 
 
-@pytest.mark.full
 def test_two_processes(one_device, tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
