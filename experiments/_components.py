@@ -7,9 +7,10 @@ of a file run by `python -m` under `__main__`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import gin
+import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
@@ -142,7 +143,7 @@ def flow_matching(
     time_std: float | None = 1.0,
     shift: TimeShift | None = None,
     guidance: float | None = None,
-    prediction: Literal["velocity", "sample"] = "velocity",
+    prediction: str = "velocity",
 ) -> Objective:
     """Flow matching; times logit-normal, or uniform with `time_std=None`; see `jaxdit.training.FlowMatching`."""
     return FlowMatching(time_mean, time_std, shift, guidance, prediction)
@@ -181,6 +182,12 @@ class OptimizerSpec:
     learning_rate: Callable[[int], optax.Schedule]
 
 
+def _is_kernel(params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: getattr(path[-1], "key", None) == "kernel", params
+    )
+
+
 @gin.configurable(module="optimizer")
 def adamw(
     learning_rate: float = gin.REQUIRED,
@@ -192,7 +199,10 @@ def adamw(
     weight_decay: float = 0.0,
     clip_norm: float | None = 1.0,
 ) -> OptimizerSpec:
-    """AdamW after clipping by global norm; warm-up, then `decay` "constant", "cosine" or "linear" to the end."""
+    """AdamW after clipping by global norm; warm-up, then `decay` "constant", "cosine" or "linear" to the end.
+
+    Weight decay is of kernels alone: biases, norm scales and embeddings stay out of it.
+    """
     shapes = {
         "constant": lambda steps: optax.constant_schedule(learning_rate),
         "cosine": lambda steps: optax.cosine_decay_schedule(learning_rate, steps, end_fraction),
@@ -200,6 +210,16 @@ def adamw(
     }
     if decay not in shapes:
         raise ValueError(f"adamw: decay must be one of {', '.join(shapes)}; got decay={decay!r}.")
+    if not learning_rate > 0 or warmup_steps < 0 or not (clip_norm is None or clip_norm > 0):
+        raise ValueError(
+            "adamw: learning_rate must be positive, warmup_steps at least 0, clip_norm positive or None; got "
+            f"learning_rate={learning_rate}, warmup_steps={warmup_steps}, clip_norm={clip_norm}."
+        )
+    if not (0 <= b1 < 1 and 0 <= b2 < 1 and weight_decay >= 0 and end_fraction >= 0):
+        raise ValueError(
+            "adamw: b1 and b2 must be in [0, 1), weight_decay and end_fraction at least 0; got "
+            f"b1={b1}, b2={b2}, weight_decay={weight_decay}, end_fraction={end_fraction}."
+        )
 
     def schedule(num_steps: int) -> optax.Schedule:
         main = shapes[decay](max(num_steps - warmup_steps, 1))
@@ -210,7 +230,7 @@ def adamw(
 
     def make(num_steps: int) -> optax.GradientTransformation:
         clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
-        update = optax.adamw(schedule(num_steps), b1=b1, b2=b2, weight_decay=weight_decay)
+        update = optax.adamw(schedule(num_steps), b1=b1, b2=b2, weight_decay=weight_decay, mask=_is_kernel)
         return optax.chain(clip, update)
 
     return OptimizerSpec(make, schedule)

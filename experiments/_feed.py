@@ -73,6 +73,13 @@ class Planner:
             topology=self.topology,
         )
 
+    def loads(self, indices: Iterable[StepIndex]) -> tuple[np.ndarray, np.ndarray]:
+        """`StepStats.loads` of a step's micro-batches."""
+        indices = list(indices)
+        plans = ([self.plan(index, bags) for index in indices] for bags in (None, self.bags))
+        before, after = map(_loads, plans)
+        return before, after
+
     def needs(self, layout: StepLayout) -> StepCapacity:
         """What a program must hold to run the layout."""
         return step_needs(layout, padded=self.padded)

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from solver import StepCapacity
 
 _LOG = logging.getLogger(__name__)
 
+TRAINING_PLOT, LOADS_PLOT = "training.png", "loads.png"
 _MAKE_ROOM = "Make room or change its permissions; the checkpoints are as they were."
 
 
@@ -70,6 +71,7 @@ class Trainer:
         self._programs: dict[StepCapacity, Any] = {}
         self._evaluator: _Evaluator | None = None
         self._pictures: PictureSampler | None = None
+        self._schedule = self.run.settings.optimizer.learning_rate(self.run.settings.steps)
         self._last_loads: tuple[np.ndarray, np.ndarray] | None = None
 
     def start(self, checkpoints: Checkpoints) -> Start:
@@ -139,6 +141,29 @@ class Trainer:
         self._plot(done)
         return done
 
+    def finish(self, start: Start) -> None:
+        """Make what a run that ended right after its last checkpoint still lacks: pictures, held-out loss, plots."""
+        if start.step > self.run.settings.steps or not _on_process_0(lambda: self._is_unfinished(start.step)):
+            _LOG.info("all %d steps are done already; raise train.steps to go on", start.step)
+            return
+        row, micro = dict(start.row or {}), self.run.settings.micro_batches
+        with MetricsWriter(self.workdir, start.step - 1) as metrics:
+            self._periodic(start.state, start.step, row)
+            metrics.write(start.step - 1, row)
+        last = [self.run.training_data.train.step((start.step - 1) * micro + i) for i in range(micro)]
+        self._last_loads = self.run.planner.loads(last)
+        self._plot(start.step)
+
+    def _is_unfinished(self, done: int) -> bool:
+        rows = [row for row in read_metrics(self.workdir) if row["step"] == done - 1]
+        validated = self.run.training_data.validation is None or any("validation_loss" in row for row in rows)
+        pictures = [self._samples_path(done)] if self.run.settings.sample_prompts else []
+        wanted = [*pictures, self.workdir / TRAINING_PLOT, self.workdir / LOADS_PLOT]
+        return not (rows and validated and all(path.exists() for path in wanted))
+
+    def _samples_path(self, done: int) -> Path:
+        return self.workdir / "samples" / f"step_{done:07d}.png"
+
     @contextlib.contextmanager
     def _metrics(self, start: Start) -> Iterator[MetricsWriter]:
         """The metrics file, with the row of the last step even if its process ended between saving and writing it."""
@@ -173,6 +198,7 @@ class Trainer:
     def _step(
         self, state: TrainState, item: PreparedStep, checkpoints: Checkpoints
     ) -> tuple[TrainState, dict[str, Any]]:
+        skipped = int(state.skipped)
         state, metrics = self._program(state, item)(state, item.inputs, self._key)
         # Waiting here keeps at most one step in flight: several dead-lock XLA's CPU collectives.
         found: StepMetrics = jax.device_get(metrics)
@@ -184,7 +210,7 @@ class Trainer:
         if not found.finite:
             self._report_nonfinite(item.step, found, checkpoints)
         stats = item.stats
-        learning_rate = self.run.settings.optimizer.learning_rate(self.run.settings.steps)(item.step)
+        learning_rate = self._schedule(item.step - skipped)  # the optimiser does not count skipped steps
         return state, {
             "loss": float(found.loss),
             "grad_norm": float(found.grad_norm),
@@ -249,7 +275,7 @@ class Trainer:
         pictures = self._pictures(state.ema, requests)
         if jax.process_index() != 0:
             return
-        path = self.workdir / "samples" / f"step_{done:07d}.png"
+        path = self._samples_path(done)
         with writing(path, _MAKE_ROOM):
             save_grid(
                 path,
@@ -265,10 +291,19 @@ class Trainer:
         rows = [row for row in read_metrics(self.workdir) if math.isfinite(row.get("loss", math.nan))]
         with writing(self.workdir, _MAKE_ROOM):
             if rows:
-                plot_training(self.workdir / "training.png", rows, title=f"{done} steps")
+                plot_training(self.workdir / TRAINING_PLOT, rows, title=f"{done} steps")
             if self._last_loads is not None:
                 before, after = self._last_loads
-                plot_loads(self.workdir / "loads.png", DeviceLoads(*before), DeviceLoads(*after))
+                plot_loads(self.workdir / LOADS_PLOT, DeviceLoads(*before), DeviceLoads(*after))
+
+
+def _on_process_0(decide: Callable[[], bool]) -> bool:
+    """What process 0 decides, on all processes."""
+    if jax.process_count() == 1:
+        return decide()
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.broadcast_one_to_all(np.array(jax.process_index() == 0 and decide())))
 
 
 def _last_step(workdir: Path, below: int) -> int:

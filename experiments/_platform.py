@@ -56,7 +56,6 @@ def prepare_platform(num_devices: int, processes: ProcessSettings) -> None:
             out to processes, or the other processes cannot be reached.
     """
     os.environ.setdefault("NPROC", _CPU_THREADS)
-    _keep_freed_memory()
     explicit = (processes.coordinator, processes.num_processes, processes.process_id)
     if any(x is not None for x in explicit):
         _check_explicit(processes)
@@ -81,7 +80,8 @@ def prepare_platform(num_devices: int, processes: ProcessSettings) -> None:
 def _keep_freed_memory() -> None:
     """Have freed memory kept for the next buffer: XLA's CPU client gets every one from malloc, every step.
 
-    By default glibc hands large ones back to the system, and faulting them in again takes a sixth of a step.
+    By default glibc hands large ones back to the system, and faulting them in again takes a sixth of a step. The price
+    is that the process keeps the most memory it ever had.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -123,6 +123,8 @@ def make_mesh(num_devices: int, shards: int) -> Mesh:
         UserError: if there are not that many devices, or `shards` does not divide them.
     """
     devices = jax.devices()
+    if devices[0].platform == "cpu":
+        _keep_freed_memory()
     if num_devices > len(devices):
         raise UserError(
             f"train.num_devices must be at most the {len(devices)} {devices[0].platform} devices there are; got"
@@ -130,7 +132,8 @@ def make_mesh(num_devices: int, shards: int) -> Mesh:
         )
     if jax.process_count() > 1 and num_devices != len(devices):
         raise UserError(
-            f"with several processes train.num_devices must be all {len(devices)} devices; got {num_devices}."
+            f"with several processes train.num_devices must be all {len(devices)} devices; got {num_devices}. On CPU"
+            " name the processes by --coordinator and not by --cluster: then each makes its share of the devices."
         )
     with checking():
         return data_mesh(devices[:num_devices], shards=shards)
@@ -177,7 +180,9 @@ def _known_to_compiler() -> bool:
     try:
         jax.jit(lambda: 0, compiler_options=dict(_CPU_OPTIONS)).lower().compile()
     except (RuntimeError, ValueError) as error:
-        _LOG.debug("compiler options %s are left out: %s", _CPU_OPTIONS, error)
+        _LOG.warning(
+            "this XLA does not know the options %s, steps take longer: %s", _CPU_OPTIONS, one_line(str(error))
+        )
         return False
     return True
 

@@ -5,13 +5,16 @@ import json
 import logging
 import math
 import os
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from experiments._components import RunSettings
@@ -36,6 +39,11 @@ _LOG = logging.getLogger(__name__)
 
 # Parameters, two moments, EMA, gradients: arrays of the parameters' size that a device holds during a step.
 _COPIES = 5
+# Where Linux says how much memory a container may use: control groups of version 2, and of version 1.
+_CONTAINER_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 # Share of a device's memory that they may take; activations need the rest.
 _MEMORY_SHARE = 0.8
 
@@ -52,10 +60,10 @@ def make_planner(settings: RunSettings, num_devices: int, *, padded: bool) -> Pl
             bags.layout(num_devices)
     topology = None
     if settings.devices_per_machine is not None:
-        if num_devices % settings.devices_per_machine:
+        if settings.devices_per_machine < 1 or num_devices % settings.devices_per_machine:
             raise UserError(
-                f"train.devices_per_machine must divide the devices; got {settings.devices_per_machine} and"
-                f" {num_devices}."
+                "train.devices_per_machine must be at least 1 and divide the devices; got"
+                f" devices_per_machine={settings.devices_per_machine} and {num_devices} devices."
             )
         topology = Topology(num_devices // settings.devices_per_machine, settings.devices_per_machine)
     with checking():
@@ -122,6 +130,7 @@ class Run:
         if data is not None:
             widest = 1 if settings.bags is None else max(parse_bags(settings.bags).sizes)
             run.check_rows(-(-data.longest // widest), f"the longest sequence has {data.longest:,} tokens")
+            run._check_processes()
         return run
 
     @property
@@ -172,10 +181,19 @@ class Run:
         }
 
     def saved_capacity(self, meta: dict[str, Any]) -> StepCapacity | None:
-        """The capacity of a checkpoint, if this run lays tokens out alike: then resuming is bit-identical."""
+        """The capacity of a checkpoint, if this run lays tokens out alike: then resuming is bit-identical.
+
+        None too for one of a version of the program whose capacities have other sizes.
+        """
         if meta["layout"] != self._layout_key():
             return None
-        return _capacity_from_json(meta["capacity"])
+        try:
+            return _capacity_from_json(meta["capacity"])
+        except (TypeError, KeyError):
+            _LOG.warning(
+                "the checkpoint's capacity is of another version: losses go on to rounding, not to the bit"
+            )
+            return None
 
     def _layout_key(self) -> list[Any]:
         planner = self.planner
@@ -236,6 +254,30 @@ class Run:
             " leave. Use larger bags, more devices or more shards, or bound the data's tokens."
         )
 
+    def _check_processes(self) -> None:
+        """Refuse processes that see other data or settings: they would run other programs and wait for ever."""
+        if jax.process_count() == 1:
+            return
+        validation = self.training_data.validation
+        plain = (int, float, str, tuple, type(None))
+        settings = {f.name: getattr(self.settings, f.name) for f in dataclasses.fields(self.settings)}
+        parts = {
+            "training data": self.training_data.train.digest,
+            "held-out data": "" if validation is None else validation.digest,
+            "settings": repr([(name, value) for name, value in settings.items() if isinstance(value, plain)]),
+            "model": repr(jax.tree.map(lambda x: (x.shape, str(x.dtype)), self.abstract_state.params)),
+        }
+        mine = np.array([zlib.crc32(text.encode()) for text in parts.values()], np.uint32)
+        everybody = multihost_utils.process_allgather(mine)
+        differ = [
+            name for name, same in zip(parts, (everybody == everybody[0]).all(0), strict=True) if not same
+        ]
+        if differ:
+            raise UserError(
+                f"all processes must be given the same; their {' and '.join(differ)} differ. Give every process the"
+                " same config, and the same files under the same names."
+            )
+
     def _memory_bytes(self) -> int:
         """Memory of a device; virtual ones share the host's."""
         return device_memory_bytes(self.mesh) or _host_memory_bytes() // len(self.mesh.local_devices)
@@ -271,7 +313,10 @@ def _capacity_from_json(saved: dict[str, Any]) -> StepCapacity:
 
 
 def _host_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Memory of this machine, or what a container leaves of it."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [path.read_text().strip() for path in _CONTAINER_LIMITS if path.is_file()]
+    return min([physical, *(int(limit) for limit in limits if limit.isdigit())])
 
 
 def check_settings(settings: RunSettings) -> None:

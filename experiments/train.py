@@ -4,7 +4,6 @@ The same command in the same workdir goes on from the last checkpoint.
 """
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         trainer = Trainer(run, workdir, args.profile)
         start = trainer.start(checkpoints)
         if start.step >= settings.steps:
-            logging.info("all %d steps are done already; raise train.steps to go on", start.step)
+            trainer.finish(start)
             return 0
         check_disk_space(workdir, state_bytes(run.abstract_state), settings.keep)
         # Only now is it sure that the folder is this run's: nothing of another run has been overwritten.

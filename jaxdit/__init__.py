@@ -8,7 +8,6 @@ from ._losses import flow_matching_loss as flow_matching_loss
 from ._losses import flow_noised as flow_noised
 from ._losses import flow_velocity as flow_velocity
 from ._losses import split_learned_sigma as split_learned_sigma
-from ._random import caption_drops as caption_drops
 from ._random import sequence_times as sequence_times
 from ._random import token_noise as token_noise
 from ._samplers import classifier_free_guidance as classifier_free_guidance
@@ -31,7 +30,6 @@ __all__ = [
     "NoisedRows",
     "ResolutionShift",
     "SquareRootShift",
-    "caption_drops",
     "classifier_free_guidance",
     "ddim_sample",
     "ddpm_loss",

@@ -96,7 +96,7 @@ def flow_velocity(
     time: Float[Array, "s"],
     segment_ids: Int[Array, "n"],
     *,
-    least_time: float = 0.05,
+    least_time: float = 0.0,
 ) -> Float[Array, "n c"]:
     """The velocity that a prediction of the clean rows stands for: (noised - clean) / time.
 
@@ -105,7 +105,8 @@ def flow_velocity(
         noised: the model's input, see `flow_noised`.
         time: time of each sequence.
         segment_ids: sequence of each row, 0 = padding.
-        least_time: smaller times divide by this one, lest the last steps of a flow weigh without bound.
+        least_time: smaller times divide by this one. In training, where the true velocity is made in the same way, it
+            bounds the weight of small times; a sampler, which never evaluates time 0, needs none.
 
     Returns:
         Velocities, float32; padding rows divide by 1.
@@ -119,18 +120,16 @@ def flow_velocity(
 
 def flow_matching_loss(
     prediction: Float[Array, "n c"],
-    clean: Float[Array, "n c"],
-    noise: Float[Array, "n c"],
+    velocity: Float[Array, "n c"],
     segment_ids: Int[Array, "n"],
     weights: Float[Array, "s"],
     row_weights: Float[Array, "n"] | None = None,
 ) -> LossSums:
-    """Squared error of the predicted velocity against noise - clean, weighted and summed.
+    """Squared error of the predicted velocity, weighted and summed.
 
     Args:
-        prediction: the model's output for `flow_noised` rows.
-        clean: data rows.
-        noise: the noise they were mixed with.
+        prediction: the model's velocity for `flow_noised` rows.
+        velocity: the true one, noise - clean; for a model that predicts the data, `flow_velocity` of the clean rows.
         segment_ids: sequence of each row, 0 = padding.
         weights: loss weight of each sequence; 0 for one that does not count.
         row_weights: loss weight of each row besides; None for 1.
@@ -140,8 +139,8 @@ def flow_matching_loss(
 
     Reference: Lipman et al., arXiv 2210.02747; Esser et al., arXiv 2403.03206, section 2.
     """
-    prediction, clean, noise = (_without_padding(x, segment_ids) for x in (prediction, clean, noise))
-    errors = jnp.square(prediction - (noise - clean))
+    prediction, velocity = (_without_padding(x, segment_ids) for x in (prediction, velocity))
+    errors = jnp.square(prediction - velocity)
     return _weighted_sums(errors, segment_ids, weights, row_weights)
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-__all__ = ["caption_drops", "sequence_times", "token_noise"]
+__all__ = ["sequence_times", "token_noise"]
 
 # One stream per purpose, so that the time and the noise of a sequence are independent.
-_TIME, _NOISE, _DROP = 0, 1, 2
+_TIME, _NOISE = 0, 1
 
 
 def _stream(key: Any, step: Any, purpose: int) -> Any:
@@ -50,28 +50,6 @@ def sequence_times(
         ValueError: if the key is of another kind.
     """
     return _uniform(_stream(key, step, _TIME), sequence_ids)
-
-
-def caption_drops(
-    step: int | Int[Array, ""], sequence_ids: Int[Array, "s"], rate: float, *, key: Any
-) -> Bool[Array, "s"]:
-    """Says which sequences train without their condition, for classifier-free guidance.
-
-    Args:
-        step: training step.
-        sequence_ids: global ids of the sequences.
-        rate: share to drop, in [0, 1].
-        key: threefry key of the run.
-
-    Returns:
-        True where the condition is dropped.
-
-    Raises:
-        ValueError: if the rate is not a share, or the key of another kind.
-    """
-    if not 0 <= rate <= 1:
-        raise ValueError(f"caption_drops: rate must be in [0, 1]; got rate={rate}. Use 0.1 for guidance.")
-    return _uniform(_stream(key, step, _DROP), sequence_ids) < rate
 
 
 def token_noise(

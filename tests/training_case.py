@@ -11,7 +11,9 @@ import optax
 from flax import nnx
 
 from experiments._feed import Planner, StepAssembler
+from experiments._platform import compiler_options
 from experiments.data import StepReader, StepSampler, SyntheticCodes, SyntheticRows
+from jaxdit import SquareRootShift
 from jaxdit.encoders import ByteTextEncoder
 from jaxdit.models import MMDiT, MMDiTConfig
 from jaxdit.training import FlowMatching, TextToImage, TrainProgram, make_eval_step, make_train_step
@@ -95,11 +97,14 @@ class Case:
         self.capacity, self.micro_batches = capacity, micro_batches
         self.program = TrainProgram(
             module=nnx.eval_shape(make_module),
-            objective=FlowMatching(),
+            objective=FlowMatching(
+                prediction="sample", shift=SquareRootShift(base_tokens=16, base_factor=1.5)
+            ),
             optimizer=optax.adamw(1e-3, b1=0.9),
             mesh=self.mesh,
             num_heads=NUM_HEADS,
             remat="full" if shards > 1 else "none",
+            compiler_options=compiler_options(self.mesh),
         )
         self.step = make_train_step(self.program, capacity)
         self._initial = self.program.init_state(make_module)

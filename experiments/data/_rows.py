@@ -8,6 +8,8 @@ import math
 import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
+from jaxdit.encoders import patch_positions, patchify, unpatchify
+
 
 def rows_from_frames(frames: UInt8[np.ndarray, "t y x c"], *, patch: int) -> Float32[np.ndarray, "n p"]:
     """Cuts frames into patch rows in [-1, 1]: row-major over (t, h, w), inside a row (y, x, channel).
@@ -19,12 +21,7 @@ def rows_from_frames(frames: UInt8[np.ndarray, "t y x c"], *, patch: int) -> Flo
     Returns:
       (t * h * w, patch * patch * c) float32.
     """
-    t, y, x, c = frames.shape
-    if patch < 1 or y % patch or x % patch:
-        raise ValueError(f"rows_from_frames: sides must be multiples of patch; got {y}x{x}, patch={patch}.")
-    cut = frames.reshape(t, y // patch, patch, x // patch, patch, c).transpose(0, 1, 3, 2, 4, 5)
-    rows = cut.reshape(t * (y // patch) * (x // patch), patch * patch * c).astype(np.float32)
-    return rows / np.float32(127.5) - np.float32(1.0)
+    return patchify(frames, patch).astype(np.float32) / np.float32(127.5) - np.float32(1.0)
 
 
 def frames_from_rows(
@@ -37,22 +34,13 @@ def frames_from_rows(
       grid: patches (t, h, w).
       patch: pixels per patch side.
     """
-    t, h, w = grid
-    if rows.shape[0] != t * h * w or rows.shape[1] % (patch * patch):
-        raise ValueError(
-            f"frames_from_rows: rows must be t*h*w by patch*patch*channels; got {rows.shape}, grid={grid}, "
-            f"patch={patch}."
-        )
-    cut = rows.reshape(t, h, w, patch, patch, -1).transpose(0, 1, 3, 2, 4, 5)
-    pixels = cut.reshape(t, h * patch, w * patch, -1)
+    pixels = unpatchify(rows, grid, patch)
     return np.clip(np.rint((pixels + 1.0) * 127.5), 0, 255).astype(np.uint8)
 
 
 def grid_positions(grid: tuple[int, int, int], count: int | None = None) -> Int32[np.ndarray, "n 3"]:
     """(t, h, w) of the first `count` tokens of a grid in row-major order (all of them by default)."""
-    _, h, w = grid
-    token = np.arange(math.prod(grid) if count is None else count, dtype=np.int32)
-    return np.stack([token // (h * w), token // w % h, token % w], axis=1)
+    return patch_positions(grid)[:count]
 
 
 @functools.lru_cache(maxsize=65_536)  # data sets have far fewer sizes than files

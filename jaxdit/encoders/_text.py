@@ -20,14 +20,11 @@ TOKEN_BYTES = 8
 def byte_tokens(caption: str) -> UInt8[np.ndarray, "n 8"]:
     """The tokens of `ByteTextEncoder`: the UTF-8 bytes of each word, eight a token, zeros after the last.
 
-    Words end at white space; a longer one goes on in the next token. Attention and linear layers then cost a row per
-    word, not one per letter.
+    Words end at white space; a longer one goes on in the next token, even in the middle of a character. Attention and
+    linear layers then cost a row per word, not one per letter.
     """
-    pieces = [
-        word[i : i + TOKEN_BYTES]
-        for word in caption.encode().split()
-        for i in range(0, len(word), TOKEN_BYTES)
-    ]
+    words = [word.encode() for word in caption.split()]
+    pieces = [word[i : i + TOKEN_BYTES] for word in words for i in range(0, len(word), TOKEN_BYTES)]
     joined = b"".join(piece.ljust(TOKEN_BYTES, b"\0") for piece in pieces)
     return np.frombuffer(joined, np.uint8).reshape(-1, TOKEN_BYTES)
 
@@ -65,7 +62,7 @@ class ByteTextEncoder(nnx.Module):
         self.text_channels, self.pooled_channels, self.max_length = text_channels, pooled_channels, max_length
         # About unit variance in the sum of a short word's bytes and its place.
         init = nnx.initializers.normal(0.4)
-        table = (TOKEN_BYTES * NUM_BYTES, text_channels)
+        table = (TOKEN_BYTES, NUM_BYTES, text_channels)
         self.byte_embedding = nnx.Param(init(rngs.params(), table, jnp.float32))
         self.place_embedding = nnx.Param(init(rngs.params(), (max_length, text_channels), jnp.float32))
         self.mix_in = nnx.Linear(text_channels, 2 * text_channels, param_dtype=jnp.float32, rngs=rngs)
@@ -103,12 +100,11 @@ class ByteTextEncoder(nnx.Module):
         return TextFeatures(features, jnp.where(counts > 0, pooled, self.pooled_empty[...]))
 
     def _embed(self, tokens: Int[Array, "n 8"], places: Int[Array, "n"]) -> Float[Array, "n c"]:
-        # Both tables are read like tables of sequences (0 is padding), for the float32, repeatable gradient.
+        # Tables are read like tables of sequences (0 is padding), for the float32, repeatable gradient.
         tokens = tokens.astype(jnp.int32)
         in_range = (places < self.max_length) & jnp.all((tokens >= 0) & (tokens < NUM_BYTES), axis=1)
-        entries = jnp.where(tokens > 0, tokens + 1 + NUM_BYTES * jnp.arange(TOKEN_BYTES)[None], 0)
-        by_byte = rows_of_sequences(self.byte_embedding[...], entries.reshape(-1))
-        by_byte = jnp.sum(by_byte.reshape(*entries.shape, self.text_channels), axis=1)
+        entries = jnp.where(tokens > 0, tokens + 1, 0)
+        by_byte = sum(rows_of_sequences(self.byte_embedding[i], entries[:, i]) for i in range(TOKEN_BYTES))
         by_place = rows_of_sequences(self.place_embedding[...], places.astype(jnp.int32) + 1)
         return jnp.where(in_range[:, None], by_byte + by_place, jnp.nan)
 

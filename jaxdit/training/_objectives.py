@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -30,6 +31,9 @@ from .._schedules import (
 from ..encoders import TextRows
 from ..models import Attention, ImageLabelRows, ImageTextRows, LayerScan, rows_of_sequences
 from ._rows import NO_LABEL, TokenRows
+
+# Where a prediction of the data is turned into a velocity in training, smaller times divide by this one.
+_LEAST_TIME = 0.05
 
 
 class Context(NamedTuple):
@@ -112,10 +116,21 @@ class TextToImage(nnx.Module):
 
     Args:
         backbone: an `MMDiT`.
-        text_encoder: a `TextEncoder`; trained along unless frozen.
+        text_encoder: a `TextEncoder`; its parameters are trained along.
+
+    Raises:
+        NotImplementedError: for a frozen encoder with parameters.
     """
 
     def __init__(self, backbone: nnx.Module, text_encoder: Any) -> None:
+        has_params = isinstance(text_encoder, nnx.Module) and jax.tree.leaves(
+            nnx.state(text_encoder, nnx.Param)
+        )
+        if text_encoder.frozen and has_params:
+            raise NotImplementedError(
+                "TextToImage: parameters of a frozen text encoder would be trained; got text_encoder="
+                f"{type(text_encoder).__name__}. Encode captions beforehand and use PrecomputedText."
+            )
         self.backbone = backbone
         self.text_encoder = text_encoder
 
@@ -161,18 +176,18 @@ class FlowMatching:
         shift: moves times towards noise with the number of image tokens; None for none.
         guidance: value of the guidance embedding in training, for models that have one.
         prediction: what the module puts out: "velocity", noise minus data (FLUX.1), or "sample", the data. The loss
-            is of the velocity either way. Noise fills every channel of a patch and data do not, so rows with more
-            channels than the module can carry want "sample".
+            is of the velocity either way (for "sample" at times of at least 0.05). Noise fills every channel of a
+            patch and data do not, so rows with more channels than the module can carry want "sample".
 
     Raises:
-        ValueError: for another prediction.
+        ValueError: for another prediction, or a `time_std` that is not positive.
     """
 
     time_mean: float = 0.0
     time_std: float | None = 1.0
     shift: TimeShift | None = None
     guidance: float | None = None
-    prediction: Literal["velocity", "sample"] = "velocity"
+    prediction: str = "velocity"
 
     def __post_init__(self) -> None:
         if self.prediction not in ("velocity", "sample"):
@@ -180,11 +195,15 @@ class FlowMatching:
                 f"FlowMatching: prediction must be 'velocity' or 'sample'; got prediction={self.prediction!r}. "
                 "FLUX.1 predicts the velocity."
             )
+        if self.time_std is not None and not self.time_std > 0:
+            raise ValueError(
+                f"FlowMatching: time_std must be positive; got time_std={self.time_std}. None makes times uniform."
+            )
 
     def velocity(
         self, module: TextToImage, noised: Array, time: Array, rows: TokenRows, context: Context
     ) -> Float[Array, "n c"]:
-        """The velocity that the module predicts at rows noised to a time per sequence."""
+        """The velocity that the module predicts at rows noised to a time per sequence, above 0."""
         prediction = module.denoise(noised, time, rows, context, guidance=self.guidance)
         if self.prediction == "velocity":
             return prediction
@@ -205,10 +224,16 @@ class FlowMatching:
         )
         time = self.times(rows, context)
         noised = flow_noised(rows.img, noise, time, rows.img_segment_ids)
-        prediction = self.velocity(module, noised, time, rows, context)
+        prediction = module.denoise(noised, time, rows, context, guidance=self.guidance)
+        velocity = noise - rows.img
+        if self.prediction == "sample":
+            prediction, velocity = (
+                flow_velocity(clean, noised, time, rows.img_segment_ids, least_time=_LEAST_TIME)
+                for clean in (prediction, rows.img)
+            )
         ones = jnp.ones_like(time)
         return flow_matching_loss(
-            prediction, rows.img, noise, rows.img_segment_ids, ones, row_weights=rows.img_loss_weight
+            prediction, velocity, rows.img_segment_ids, ones, row_weights=rows.img_loss_weight
         )
 
     def sample(

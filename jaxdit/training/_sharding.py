@@ -85,6 +85,7 @@ def layer_scan_for(axes: Any, mesh: AnyMesh, *, remat: str, dtype: Any) -> Layer
 
     Raises:
         ValueError: for a remat policy that the sharded scan cannot follow.
+        NotImplementedError: for sharded parameters of two stacks that are built alike.
     """
     plain = scan_layers(remat)
     if mesh.shape[SHARD_AXIS] == 1:
@@ -96,6 +97,11 @@ def layer_scan_for(axes: Any, mesh: AnyMesh, *, remat: str, dtype: Any) -> Layer
         )
     scans: dict[Any, Callable] = {}
     for stack in _stacks(axes):
+        if jax.tree.structure(stack) in scans:
+            raise NotImplementedError(
+                "layer_scan_for: two stacks of layers with the same parameters cannot be told apart; got"
+                f" {jax.tree.structure(stack)} twice. Make them one stack, or replicate the parameters (shards=1)."
+            )
         scans[jax.tree.structure(stack)] = sharded_layer_scan(stack, axis_name=SHARD_AXIS, dtype=dtype)
 
     def layer_scan(fn: Any, stacked: Any, carry: Any, consts: Any) -> Any:

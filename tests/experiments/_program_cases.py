@@ -120,7 +120,7 @@ def trained_run(tmp_path_factory):
             train__sample_prompts=prompts,
             train__eval_every=3,
             quickstart__validation_fraction=0.05,
-            adamw__learning_rate=0.01,
+            adamw__learning_rate=0.03,
         )
         assert run(train.main, "--config", TINY, "--workdir", workdir, *changes) == 0
         _runs["trained"] = workdir

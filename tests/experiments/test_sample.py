@@ -140,8 +140,8 @@ def test_a_picture_does_not_depend_on_the_devices(trained, opened, devices):
 @pytest.mark.parametrize(
     ("args", "part"),
     [
-        (["--prompt", "a" * 65], "at most 64 bytes; got 65"),
-        (["--prompt", "é" * 33], "at most 64 bytes; got 66"),
+        (["--prompt", "a " * 65], "at most 64 tokens (words, longer ones 8 bytes a token); got 65"),
+        (["--prompt", "é" * 257], "at most 64 tokens (words, longer ones 8 bytes a token); got 65"),
         (["--prompt", "a", "--size", "32x41"], "width must be a multiple of 8; got width=41. Try 40."),
         (["--prompt", "a", "--size", "0x8"], "height must be a multiple of 8"),
         (["--prompt", "a", "--frames", "0"], "frames must be a multiple of 1"),

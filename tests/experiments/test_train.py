@@ -109,6 +109,24 @@ def test_a_second_start_after_the_end_does_nothing(straight):
     }
 
 
+def test_what_a_run_interrupted_after_its_last_checkpoint_lacks_is_made_up_for(straight, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(straight, workdir)
+    for name in ("training.png", "loads.png"):
+        (workdir / name).unlink()
+    lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (workdir / "metrics.jsonl").write_text("".join(lines[:-1]))
+    prompts = bindings(train__sample_prompts="['a seven | 16x16']")
+    assert go_on(workdir, *prompts) == 0
+    for name in ("training.png", "loads.png"):
+        assert (workdir / name).read_bytes() == (straight / name).read_bytes()
+    assert rows(workdir) == rows(straight)
+    assert (workdir / "samples" / "step_0000006.png").is_file()
+    before = snapshot(workdir)
+    assert go_on(workdir, *prompts) == 0
+    assert all(snapshot(workdir)[path] == then for path, then in before.items() if path.name != ".lock")
+
+
 def test_a_relative_workdir(straight, tmp_path, monkeypatch):
     shutil.copytree(straight, tmp_path / "run")
     monkeypatch.chdir(tmp_path)

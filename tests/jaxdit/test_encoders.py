@@ -90,6 +90,7 @@ def test_a_token_holds_a_word_or_eight_bytes_of_it():
     assert [token.tobytes().rstrip(b"\0") for token in tokens] == [b"a", b"handwrit", b"ten", b"seven"]
     assert byte_tokens("").shape == byte_tokens(" \n").shape == (0, TOKEN_BYTES)
     assert len(byte_tokens("12345678")) == 1
+    assert len(byte_tokens("a\N{NO-BREAK SPACE}b\N{IDEOGRAPHIC SPACE}c")) == 3
     assert byte_tokens("ÄÖÜß€").tobytes() == "ÄÖÜß€".encode().ljust(16, b"\0")
 
 
@@ -171,10 +172,9 @@ def test_every_parameter_learns_and_unused_bytes_do_not():
         return jnp.sum(jnp.sin(out.features)) + jnp.sum(jnp.square(out.pooled))
 
     grads = nnx.to_pure_dict(jax.jit(jax.grad(loss))(state))
-    used = sorted(
-        {256 * i + b for c in CAPTIONS for token in byte_tokens(c).tolist() for i, b in enumerate(token) if b}
-    )
-    assert np.flatnonzero(np.any(np.asarray(grads["byte_embedding"]), axis=1)).tolist() == used
+    used = {(i, b) for c in CAPTIONS for token in byte_tokens(c).tolist() for i, b in enumerate(token) if b}
+    learned = np.argwhere(np.any(np.asarray(grads["byte_embedding"]), axis=2))
+    assert set(map(tuple, learned.tolist())) == used
     assert np.flatnonzero(np.any(np.asarray(grads["place_embedding"]), axis=1)).tolist() == list(range(4))
     assert np.all(np.asarray(grads["pooled_empty"]) != 0)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdit import caption_drops, sequence_times, token_noise
+from jaxdit import sequence_times, token_noise
 
 KEY = jax.random.key(7)
 LENGTHS = (40, 1, 300, 75)
@@ -76,21 +76,6 @@ def test_times_are_uniform_and_never_reach_the_ends():
     )  # 1 % level
 
 
-def test_captions_are_dropped_at_the_rate_and_independently_of_time():
-    ids = jnp.arange(20_000)
-    drops, times = (
-        np.asarray(caption_drops(0, ids, 0.1, key=KEY)),
-        np.asarray(sequence_times(0, ids, key=KEY)),
-    )
-    assert drops.dtype == bool
-    assert abs(drops.mean() - 0.1) < 4 * np.sqrt(0.09 / 20_000)
-    assert abs(np.corrcoef(drops, times)[0, 1]) < 4 / np.sqrt(20_000)
-    assert not np.any(np.asarray(caption_drops(0, ids, 0.0, key=KEY)))
-    assert np.all(np.asarray(caption_drops(0, ids, 1.0, key=KEY)))
-
-
 def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match=r"rate must be in \[0, 1\]; got rate=1.5"):
-        caption_drops(0, jnp.arange(2), 1.5, key=KEY)
     with pytest.raises(ValueError, match=r"key must be threefry, .* got key impl rbg"):
         sequence_times(0, jnp.arange(2), key=jax.random.key(0, impl="rbg"))
