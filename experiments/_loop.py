@@ -19,6 +19,7 @@ from experiments._disk import writing
 from experiments._feed import Ahead, PreparedStep, StepAssembler
 from experiments._figures import DeviceLoads, plot_loads, plot_training, save_grid
 from experiments._metrics import METRICS_FILE, MetricsWriter, Progress, StepReport, read_metrics
+from experiments._plan_figure import plot_plan
 from experiments._platform import compiled_together
 from experiments._profile import Profile
 from experiments._run import Run
@@ -31,7 +32,7 @@ from solver import StepCapacity
 
 _LOG = logging.getLogger(__name__)
 
-TRAINING_PLOT, LOADS_PLOT = "training.png", "loads.png"
+TRAINING_PLOT, LOADS_PLOT, LAYOUTS_PLOT = "training.png", "loads.png", "layouts.png"
 _MAKE_ROOM = "Make room or change its permissions; the checkpoints are as they were."
 
 
@@ -158,7 +159,7 @@ class Trainer:
         rows = [row for row in read_metrics(self.workdir) if row["step"] == done - 1]
         validated = self.run.training_data.validation is None or any("validation_loss" in row for row in rows)
         pictures = [self._samples_path(done)] if self.run.settings.sample_prompts else []
-        wanted = [*pictures, self.workdir / TRAINING_PLOT, self.workdir / LOADS_PLOT]
+        wanted = [*pictures, *(self.workdir / name for name in (TRAINING_PLOT, LOADS_PLOT, LAYOUTS_PLOT))]
         return not (rows and validated and all(path.exists() for path in wanted))
 
     def _samples_path(self, done: int) -> Path:
@@ -295,6 +296,9 @@ class Trainer:
             if self._last_loads is not None:
                 before, after = self._last_loads
                 plot_loads(self.workdir / LOADS_PLOT, DeviceLoads(*before), DeviceLoads(*after))
+                index = self.run.training_data.train.step((done - 1) * self.run.settings.micro_batches)
+                title = f"step {done}, bags {self.run.settings.bags}"
+                plot_plan(self.workdir / LAYOUTS_PLOT, self.run.planner.layout(index).plan, title=title)
 
 
 def _on_process_0(decide: Callable[[], bool]) -> bool:

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from solver import BalancePlan
 
@@ -43,7 +45,7 @@ def plot_plan(path: str | Path, plan: BalancePlan, *, title: str = "") -> None:
         axes.set_title(name, fontsize=10)
         axes.set_xlabel("device")
         axes.set_ylabel(unit)
-        axes.set_xticks(range(plan.num_devices))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.spines[["top", "right"]].set_visible(False)
     token.set_ylim(home.get_ylim())
     figure.suptitle(title, fontsize=11)
@@ -51,10 +53,18 @@ def plot_plan(path: str | Path, plan: BalancePlan, *, title: str = "") -> None:
 
 
 def _stack(axes: Axes, num_devices: int, device, sequence, heights, colours) -> None:
-    level = np.zeros(num_devices)
-    for d, s, height in zip(device, sequence, heights, strict=True):
-        axes.bar(d, height, bottom=level[d], width=0.8, color=colours[s], edgecolor="white", linewidth=0.4)
-        level[d] += height
-    mean = level.mean()
-    axes.axhline(mean, color="#5F6368", linewidth=0.8, linestyle="--")
-    axes.annotate("mean", (-0.45, mean), fontsize=7, color="#5F6368", va="bottom", ha="left")
+    """Bars of the devices, a part for each entry, in the order given."""
+    order = np.argsort(device, kind="stable")
+    device, sequence, heights = device[order], sequence[order], np.asarray(heights, np.float64)[order]
+    level = np.bincount(device, weights=heights, minlength=num_devices)
+    top = np.cumsum(heights) - np.repeat(np.cumsum(level) - level, np.bincount(device, minlength=num_devices))
+    left, right, bottom = device - 0.4, device + 0.4, top - heights
+    corners = np.stack([left, bottom, right, bottom, right, top, left, top], -1).reshape(-1, 4, 2)
+    parts = PolyCollection(
+        list(corners), facecolors=[colours[s] for s in sequence], edgecolors="white", linewidths=0.4
+    )
+    axes.add_collection(parts)
+    axes.set_xlim(-0.9, num_devices - 0.1)
+    axes.set_ylim(0, 1.05 * max(level.max(), 1e-9))
+    axes.axhline(level.mean(), color="#5F6368", linewidth=0.8, linestyle="--")
+    axes.annotate("mean", (-0.85, level.mean()), fontsize=7, color="#5F6368", va="bottom", ha="left")

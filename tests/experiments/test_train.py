@@ -80,7 +80,7 @@ def test_what_a_run_leaves(straight):
     assert all(r["load_after"] <= r["load_before"] for r in rows(straight))
     assert row["compilations"] == 1
     assert checkpoints(straight) == [3, 6]
-    for name in ("training.png", "loads.png"):
+    for name in ("training.png", "loads.png", "layouts.png"):
         assert (straight / name).stat().st_size > 1000
     assert list((straight / "events").iterdir())
     about = json.loads((straight / "about.json").read_text())
@@ -112,13 +112,13 @@ def test_a_second_start_after_the_end_does_nothing(straight):
 def test_what_a_run_interrupted_after_its_last_checkpoint_lacks_is_made_up_for(straight, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(straight, workdir)
-    for name in ("training.png", "loads.png"):
+    for name in ("training.png", "loads.png", "layouts.png"):
         (workdir / name).unlink()
     lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
     (workdir / "metrics.jsonl").write_text("".join(lines[:-1]))
     prompts = bindings(train__sample_prompts="['a seven | 16x16']")
     assert go_on(workdir, *prompts) == 0
-    for name in ("training.png", "loads.png"):
+    for name in ("training.png", "loads.png", "layouts.png"):
         assert (workdir / name).read_bytes() == (straight / name).read_bytes()
     assert rows(workdir) == rows(straight)
     assert (workdir / "samples" / "step_0000006.png").is_file()
