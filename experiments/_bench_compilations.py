@@ -23,7 +23,7 @@ MOST_PROGRAMS = 8
 # A run looks 256 steps ahead unless told otherwise, further than the batches counted here: shorter sights are harder.
 SIGHTS = (1, 16, 64)
 _JOINT_BAGS = (None, "g1n8", "g2n4", "g4n2", "g8n1", "g1n2+g2n1+g4n1")
-_QUICKSTART_BAGS = (None, "g1n8", "g2n4", "g1n4+g4n1", "g8n1")
+_QUICKSTART_BAGS = (None, "g1n8", "g2n4", "g4n2", "g1n4+g4n1", "g8n1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def _joint(count: int) -> Series:
 
 def _quickstart(count: int) -> Series:
     load_config(find_config("quickstart"))
-    settings = checked_settings()
+    settings = checked_settings([])
     sampler = open_data(settings).train
     planner = make_planner(settings, NUM_DEVICES, padded=True)
     return Series("quickstart", planner, [sampler.step(t) for t in range(count)], _QUICKSTART_BAGS)

@@ -10,6 +10,7 @@ import difflib
 import importlib
 import importlib.metadata
 import inspect
+import logging
 import platform
 import re
 import tokenize
@@ -29,6 +30,8 @@ from experiments._program import UserError as UserError
 from experiments._program import checking as checking
 from experiments._program import one_line as one_line
 from experiments._program import run_program as run_program
+
+_LOG = logging.getLogger(__name__)
 
 CONFIG_DIR = Path(__file__).parent / "configs"
 # Values with one of these first characters must be complete gin values; they are never taken as bare strings.
@@ -98,6 +101,34 @@ def load_config(path: str | Path, bindings: Sequence[str] = ()) -> Path:
     except ValueError as error:
         raise UserError(f"{resolved}: {one_line(str(error))}") from error
     return resolved
+
+
+def check_used(bindings: Sequence[str]) -> None:
+    """Refuses `--set` of what the run does not use, and warns of such lines in files.
+
+    To be called once the configurables have been called.
+
+    Args:
+      bindings: the `--set` texts.
+
+    Raises:
+      UserError: naming the binding.
+    """
+    registry = gin_config._REGISTRY
+    used = {selector for _, selector in gin_config._OPERATIVE_CONFIG}
+    unused = {
+        name for (_, name), values in gin_config._CONFIG.items() if values and name != "gin.macro"
+    } - used
+    for binding in bindings:
+        selector = binding.partition("=")[0].strip().split("/")[-1].rpartition(".")[0]
+        if unused & set(registry.matching_selectors(selector) if selector else ()):
+            raise UserError(
+                f"--set {binding}: nothing in this run uses {selector}. Refer to it where it is wanted, as in"
+                f" train.data=@{selector}(), or leave it out."
+            )
+    if unused:
+        names = ", ".join(sorted(registry.minimal_selector(name) for name in unused))
+        _LOG.warning("the config sets parameters of %s, which nothing in this run uses", names)
 
 
 def find_config(path: str | Path, beside: Path | None = None) -> Path:

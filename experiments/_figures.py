@@ -42,28 +42,28 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class DeviceLoads:
-    """Seconds of work on each device, by kind; both of shape (num_devices,)."""
+    """Work of each device, by kind and in one unit; both of shape (num_devices,)."""
 
-    linear_s: np.ndarray
-    attention_s: np.ndarray
+    linear: np.ndarray
+    attention: np.ndarray
 
     def __post_init__(self) -> None:
-        shapes = np.shape(self.linear_s), np.shape(self.attention_s)
+        shapes = np.shape(self.linear), np.shape(self.attention)
         if shapes[0] != shapes[1] or len(shapes[0]) != 1 or not shapes[0][0]:
             raise ValueError(
-                "DeviceLoads: linear_s and attention_s must have one shape (num_devices,); got "
+                "DeviceLoads: linear and attention must have one shape (num_devices,); got "
                 f"{shapes[0]} and {shapes[1]}."
             )
 
     @property
-    def total_s(self) -> np.ndarray:
-        return np.asarray(self.linear_s, float) + np.asarray(self.attention_s, float)
+    def total(self) -> np.ndarray:
+        return np.asarray(self.linear, float) + np.asarray(self.attention, float)
 
     @property
     def max_over_mean(self) -> float:
         """1 when balanced perfectly; 1 when there is no work at all."""
-        mean = self.total_s.mean()
-        return float(self.total_s.max() / mean) if mean else 1.0
+        mean = self.total.mean()
+        return float(self.total.max() / mean) if mean else 1.0
 
 
 def smoothed(values: Sequence[float] | np.ndarray, half_life: float) -> np.ndarray:
@@ -133,7 +133,7 @@ def plot_loads(
 ) -> None:
     """Plots the load of each device before and after balancing, linear layers and attention stacked.
 
-    Both panels have the same scale. A line marks the mean: no plan can bring the highest bar below it.
+    In units of the mean, which a line marks: no plan can bring the highest bar below it.
 
     Args:
       path: file to write; the suffix gives the format.
@@ -142,25 +142,25 @@ def plot_loads(
       title: above the plots.
       machine_size: devices per machine, to mark where one ends.
     """
-    scale, unit = _time_unit(max(before.total_s.max(), after.total_s.max()))
-    width = min(14.0, 7.5 + 0.09 * (len(before.linear_s) + len(after.linear_s)))
+    scale = 1 / (after.total.mean() or 1.0)
+    width = min(14.0, 7.5 + 0.09 * (len(before.linear) + len(after.linear)))
     figure = Figure(figsize=(width, 3.9), dpi=_DPI, layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for panel_axes, loads, when in zip(axes, (before, after), ("Before balancing", "After"), strict=True):
         _draw_bars(panel_axes, loads, scale)
-        mean = loads.total_s.mean() * scale
+        mean = loads.total.mean() * scale
         panel_axes.axhline(mean, color="black", linewidth=1.2, linestyle="--", label="mean")
         if machine_size:
-            for edge in range(machine_size, len(loads.linear_s), machine_size):
+            for edge in range(machine_size, len(loads.linear), machine_size):
                 panel_axes.axvline(edge - 0.5, color=_GREY, linewidth=0.6, linestyle=(0, (1, 3)))
         ratio = f"{loads.max_over_mean:.2f} \N{MULTIPLICATION SIGN} mean"
-        panel_axes.set_title(f"{when}: maximum {ratio}, mean {mean:.3g} {unit}", fontsize=10)
+        panel_axes.set_title(f"{when}: maximum {ratio}", fontsize=10)
         panel_axes.set_xlabel("device")
         panel_axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         _tidy(panel_axes)
-    highest = max(before.total_s.max(), after.total_s.max()) * scale
+    highest = max(before.total.max(), after.total.max()) * scale
     axes[0].set_ylim(0, 1.06 * highest or 1)
-    axes[0].set_ylabel(f"predicted load, {unit}")
+    axes[0].set_ylabel("predicted load over the mean")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     _save(figure, path, title)
@@ -220,21 +220,14 @@ def _draw_throughput(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _draw_bars(axes: Axes, loads: DeviceLoads, scale: float) -> None:
-    devices = np.arange(len(loads.linear_s))
+    devices = np.arange(len(loads.linear))
     separate = len(devices) <= _MAX_SEPARATE_BARS
     style = {"width": 0.8, "edgecolor": "white", "linewidth": 0.4} if separate else {"width": 1.0}
-    linear = np.asarray(loads.linear_s, float) * scale
-    attention = np.asarray(loads.attention_s, float) * scale
+    linear = np.asarray(loads.linear, float) * scale
+    attention = np.asarray(loads.attention, float) * scale
     axes.bar(devices, linear, color=_BLUE, label="linear layers", **style)
     axes.bar(devices, attention, bottom=linear, color=_ORANGE, label="attention", **style)
     axes.set_xlim(-0.6, len(devices) - 0.4)
-
-
-def _time_unit(longest_s: float) -> tuple[float, str]:
-    for scale, unit in ((1.0, "s"), (1e3, "ms")):
-        if longest_s * scale >= 1:
-            return scale, unit
-    return (1e6, "\N{MICRO SIGN}s") if longest_s else (1.0, "s")
 
 
 def _tidy(axes: Axes) -> None:

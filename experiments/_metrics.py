@@ -325,10 +325,10 @@ class Progress:
         self._enabled = _is_first_process() if enabled is None else enabled
         self._bar: tqdm | None = None
         self._stack = ExitStack()
-        self._started_s = time.monotonic()
+        # Steps done and the time after the first step, which compiles: its pace says nothing about the rest.
+        self._first: tuple[int, float] | None = None
 
     def __enter__(self) -> "Progress":
-        self._started_s = time.monotonic()
         if self._enabled and self._stream.isatty():
             self._bar = self._stack.enter_context(
                 tqdm(
@@ -348,6 +348,7 @@ class Progress:
         """Shows that `steps_done` steps of the run are done, and the report of the last."""
         if not self._enabled:
             return
+        self._first = self._first or (steps_done, time.monotonic())
         if self._bar is not None:
             self._bar.set_postfix_str(str(report), refresh=False)
             self._bar.update(steps_done - self._bar.n)
@@ -356,10 +357,10 @@ class Progress:
             logger.info("step %d of %d: %s%s", steps_done, self._total, report, self._remaining(steps_done))
 
     def _remaining(self, steps_done: int) -> str:
-        here = steps_done - self._start
+        assert self._first is not None
+        first, first_s = self._first
         left = self._total - steps_done
-        # The first steps compile; their pace says nothing about the rest.
-        if here < self._log_every or not left:
+        if steps_done == first or not left:
             return ""
-        left_s = (time.monotonic() - self._started_s) / here * left
+        left_s = (time.monotonic() - first_s) / (steps_done - first) * left
         return f", about {left_s / 60:.0f} min left" if left_s >= 90 else f", about {left_s:.0f} s left"

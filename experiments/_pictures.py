@@ -156,7 +156,7 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
 
 def _size_note(frames: np.ndarray) -> str:
     height, width = frames.shape[1:3]
-    size = f"{width} \N{MULTIPLICATION SIGN} {height}"
+    size = f"{height}x{width}"  # as --size and the config write it
     return size if len(frames) == 1 else f"{size}, {len(frames)} frames"
 
 

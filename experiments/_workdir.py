@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments._config import UserError, checking, config_text, load_config, operative_config, versions
+from experiments._config import (
+    UserError,
+    check_used,
+    checking,
+    config_text,
+    load_config,
+    operative_config,
+    versions,
+)
 from experiments._disk import check_writable, write_text
 
 CONFIG_FILE = "config.gin"
@@ -21,8 +29,11 @@ _LOCK_FILE = ".lock"
 _LOG = logging.getLogger(__name__)
 
 
-def checked_settings() -> Any:
+def checked_settings(bindings: Sequence[str]) -> Any:
     """The settings of the loaded config, as far as they can be checked without a device.
+
+    Args:
+        bindings: the `--set` texts it was loaded with.
 
     Raises:
         UserError: naming the rule.
@@ -32,6 +43,7 @@ def checked_settings() -> Any:
 
     with checking():
         settings = _components.train()
+    check_used(bindings)
     check_settings(settings)
     return settings
 
@@ -130,7 +142,7 @@ def load_run(workdir: Path, bindings: Sequence[str], num_devices: int | None = N
     from experiments import _platform
 
     load_config(config, [*_on_devices(num_devices), *bindings])
-    settings = checked_settings()
+    settings = checked_settings(bindings)
     _platform.prepare_platform(settings.num_devices, _platform.ProcessSettings())
 
     from experiments._checkpoint import Checkpoints

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     from experiments._config import load_config
 
     config = load_config(args.config, args.bindings)
-    settings = _workdir.checked_settings()
+    settings = _workdir.checked_settings(args.bindings)
     workdir = args.workdir or Path("runs") / config.stem
     processes = _platform.ProcessSettings(
         args.coordinator, args.num_processes, args.process_id, args.cluster, args.heartbeat

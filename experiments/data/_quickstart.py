@@ -278,7 +278,7 @@ def _packaged_files(package: str, names: Sequence[str] | set[str] | dict[str, st
 
 
 def quickstart_sources(*, patch: int = 4) -> list[Source]:
-    """Small digits, large digits, photographs, clips: 16 to about 700 image tokens (with patch 4) and captions."""
+    """Small digits, large digits, photographs, clips: digits from 16 tokens (4 with patch 8) to clips of 700."""
     return [
         DigitSource(patch=patch, sizes=SMALL_DIGIT_SIZES, name="small-digits"),
         DigitSource(patch=patch, sizes=LARGE_DIGIT_SIZES, name="large-digits"),

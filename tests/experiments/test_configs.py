@@ -16,6 +16,7 @@ from experiments.data import StepReader
 from jaxdit.training import StepInputs, TrainState, bytes_per_device, make_train_step, module_params
 from parallel import DATA_AXES
 from solver import step_tables
+from tests.experiments._data_cases import save_image
 from tests.experiments._program_cases import bindings, losses, programs_shared, run
 
 TINY_SIZES = {
@@ -52,6 +53,21 @@ TINY_SIZES = {
         "text_to_image__num_double_blocks": 2,
         "text_to_image__num_single_blocks": 2,
     },
+    "folder": {
+        "train__sample_prompts": "[]",
+        "train__num_devices": 1,
+        "train__bags": "g1n1",
+        "train__lookahead": 1,
+        "folder__token_budget": 64,
+        "folder__max_tokens": 32,
+        "folder__validation_fraction": 0.0,
+        "text_to_image__width": 32,
+        "text_to_image__num_heads": 2,
+        "text_to_image__axes_dim": "[4, 6, 6]",
+        "text_to_image__num_double_blocks": 1,
+        "text_to_image__num_single_blocks": 1,
+        "text_to_image__compute_dtype": "float32",
+    },
     "dit_xl_2": {
         "train__num_devices": 1,
         "train__bags": "g1n1",
@@ -68,6 +84,11 @@ def test_one_tiny_step(path, tmp_path, monkeypatch):
     # What is saved and how is tested elsewhere; the smallest published DiT has half a gigabyte of it.
     monkeypatch.setattr("experiments._checkpoint.Checkpoints.save", lambda *args: True)
     sizes = bindings(train__steps=1, **TINY_SIZES[path.stem])
+    if path.stem == "folder":
+        for i in range(3):
+            save_image(tmp_path / "pictures" / f"{i}.png", 64, 48 + 16 * i)
+            (tmp_path / "pictures" / f"{i}.txt").write_text("a gradient")
+        sizes += bindings(folder__root=tmp_path / "pictures")
     with programs_shared():
         assert run(train.main, "--config", path, "--workdir", tmp_path / "run", *sizes) == 0
     (loss,) = losses(tmp_path / "run")

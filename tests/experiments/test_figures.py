@@ -209,7 +209,7 @@ def test_load_plot(tmp_path, num_devices):
     rng = np.random.default_rng(0)
     before = DeviceLoads(rng.gamma(2, 1e-3, num_devices), rng.gamma(1, 1e-3, num_devices))
     after = DeviceLoads(
-        np.full(num_devices, before.linear_s.mean()), np.full(num_devices, before.attention_s.mean())
+        np.full(num_devices, before.linear.mean()), np.full(num_devices, before.attention.mean())
     )
     assert after.max_over_mean == pytest.approx(1)
     plot_loads(tmp_path / "l.svg", before, after, title="step 3", machine_size=4)
@@ -222,7 +222,7 @@ def test_load_plot(tmp_path, num_devices):
 
 def test_loads():
     loads = DeviceLoads(np.array([1.0, 1.0]), np.array([0.0, 2.0]))
-    np.testing.assert_array_equal(loads.total_s, [1, 3])
+    np.testing.assert_array_equal(loads.total, [1, 3])
     assert loads.max_over_mean == 1.5
     assert DeviceLoads(np.zeros(2), np.zeros(2)).max_over_mean == 1
     for linear, attention in ((np.ones(2), np.ones(3)), (np.ones((2, 2)), np.ones((2, 2))), ([], [])):

@@ -125,6 +125,10 @@ def refused(tmp_path, capfd, monkeypatch):
         ),
         ({"sampler__method": "rk4"}, ["sampler: method must be one of", "'rk4'"]),
         ({"sampler__num_steps": 0}, ["num_steps must be at least 1"]),
+        (
+            {"folder__root": "/data"},
+            ["--set folder.root=/data: nothing in this run uses folder", "@folder()"],
+        ),
         ({"train__sample_prompts": "['a seven']"}, ["'caption | HEIGHTxWIDTH'", "'a seven'"]),
         ({"train__sample_prompts": "['a seven | 10']"}, ["HEIGHTxWIDTH", "'10'"]),
         ({"train__sample_prompts": "['a seven | 12x16']"}, ["height must be a multiple of 8", "height=12"]),
