@@ -210,9 +210,9 @@ def adamw(
     }
     if decay not in shapes:
         raise ValueError(f"adamw: decay must be one of {', '.join(shapes)}; got decay={decay!r}.")
-    if not learning_rate > 0 or warmup_steps < 0 or not (clip_norm is None or clip_norm > 0):
+    if not learning_rate > 0 or not 0 <= warmup_steps < 1 << 31 or not (clip_norm is None or clip_norm > 0):
         raise ValueError(
-            "adamw: learning_rate must be positive, warmup_steps at least 0, clip_norm positive or None; got "
+            "adamw: learning_rate must be positive, warmup_steps in [0, 2^31), clip_norm positive or None; got "
             f"learning_rate={learning_rate}, warmup_steps={warmup_steps}, clip_norm={clip_norm}."
         )
     if not (0 <= b1 < 1 and 0 <= b2 < 1 and weight_decay >= 0 and end_fraction >= 0):

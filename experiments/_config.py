@@ -38,6 +38,7 @@ CONFIG_DIR = Path(__file__).parent / "configs"
 _GIN_VALUE_STARTS = tuple("'\"[({@%")
 _LOWER_CASE_WORDS = {"true": "True", "false": "False", "none": "None", "null": "None"}
 _SCALARS = (bool, int, float, str, type(None))
+_LARGEST_FLOAT = 3.4e38
 _DISTRIBUTIONS = (
     "jaxdit",
     "jax",
@@ -299,6 +300,10 @@ def _check_parameter(wrapped: Callable[..., Any], statement: Any, place: str) ->
         raise UserError(f"{place}: {statement.selector!r} has no parameter {name!r}{closest}")
     allowed = _scalar_types(wrapped, name)
     value = statement.value
+    if isinstance(value, float) and not abs(value) <= _LARGEST_FLOAT:
+        raise UserError(f"{place}: {key} must be a finite number that float32 can hold; got {value!r}.")
+    if isinstance(value, (*_SCALARS,)) and value is not None and _is_list(wrapped, name):
+        raise UserError(f"{place}: {key} must be a list; got {value!r}.")
     if not allowed or not isinstance(value, (*_SCALARS, list, tuple, dict)):
         return
     fits = type(value) in allowed or (type(value) is int and float in allowed)
@@ -325,6 +330,18 @@ def _scalar_types(wrapped: Callable[..., Any], name: str) -> tuple[type, ...]:
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     options = typing.get_args(hint) if union else (hint,)
     return options if all(option in _SCALARS for option in options) else ()
+
+
+def _is_list(wrapped: Callable[..., Any], name: str) -> bool:
+    """Whether a parameter is annotated as a sequence, and as nothing else but None."""
+    target = wrapped.__init__ if inspect.isclass(wrapped) else wrapped
+    try:
+        hint = typing.get_type_hints(target).get(name)
+    except (NameError, TypeError):
+        return False
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    kinds = [typing.get_origin(option) or option for option in options if option is not type(None)]
+    return bool(kinds) and all(kind in (Sequence, list, tuple) for kind in kinds)
 
 
 def _is_constant(name: str) -> bool:

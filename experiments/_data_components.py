@@ -52,6 +52,11 @@ def quickstart(
     max_sequences: int | None = None,
 ) -> DataSpec:
     """Small digits, large digits, photographs and clips from Python packages; `weights` in this order."""
+    if patch < 1 or not 1 <= token_budget < 1 << 31:
+        raise ValueError(
+            f"quickstart: patch must be at least 1, token_budget in [1, 2^31); got patch={patch}, "
+            f"token_budget={token_budget}. Try 8 and 2600."
+        )
     return DataSpec(
         open=lambda: quickstart_sources(patch=patch),
         token_budget=token_budget,

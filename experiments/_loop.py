@@ -33,6 +33,8 @@ from solver import StepCapacity
 _LOG = logging.getLogger(__name__)
 
 TRAINING_PLOT, LOADS_PLOT, LAYOUTS_PLOT = "training.png", "loads.png", "layouts.png"
+# A run that skips so many steps one after the other has come to its end.
+_MOST_SKIPPED_IN_A_ROW = 50
 _MAKE_ROOM = "Make room or change its permissions; the checkpoints are as they were."
 
 
@@ -73,6 +75,7 @@ class Trainer:
         self._evaluator: _Evaluator | None = None
         self._pictures: PictureSampler | None = None
         self._schedule = self.run.settings.optimizer.learning_rate(self.run.settings.steps)
+        self._skipped_in_a_row = 0
         self._last_loads: tuple[np.ndarray, np.ndarray] | None = None
 
     def start(self, checkpoints: Checkpoints) -> Start:
@@ -156,7 +159,8 @@ class Trainer:
         self._plot(start.step)
 
     def _is_unfinished(self, done: int) -> bool:
-        rows = [row for row in read_metrics(self.workdir) if row["step"] == done - 1]
+        written = read_metrics(self.workdir) if (self.workdir / METRICS_FILE).is_file() else []
+        rows = [row for row in written if row["step"] == done - 1]
         validated = self.run.training_data.validation is None or any("validation_loss" in row for row in rows)
         pictures = [self._samples_path(done)] if self.run.settings.sample_prompts else []
         wanted = [*pictures, *(self.workdir / name for name in (TRAINING_PLOT, LOADS_PLOT, LAYOUTS_PLOT))]
@@ -208,6 +212,7 @@ class Trainer:
                 f"step {item.step}: processes computed different plans; they see different data or run different"
                 " versions of the code."
             )
+        self._skipped_in_a_row = 0 if found.finite else self._skipped_in_a_row + 1
         if not found.finite:
             self._report_nonfinite(item.step, found, checkpoints)
         stats = item.stats
@@ -240,7 +245,9 @@ class Trainer:
             f"step {step}: loss {float(found.loss)}, gradient norm {float(found.grad_norm)};"
             " the update was not applied"
         )
-        if self.run.settings.on_nonfinite == "stop":
+        if self._skipped_in_a_row == _MOST_SKIPPED_IN_A_ROW:
+            text = f"{text}, nor were {_MOST_SKIPPED_IN_A_ROW - 1} before it"
+        if self.run.settings.on_nonfinite == "stop" or self._skipped_in_a_row == _MOST_SKIPPED_IN_A_ROW:
             checkpoints.wait()
             latest = checkpoints.latest()
             kept = (
@@ -249,7 +256,7 @@ class Trainer:
                 else f"the checkpoint of step {latest} is kept"
             )
             raise UserError(
-                f"{text}. {kept}. Lower the learning rate, or set train.on_nonfinite=skip to go on."
+                f"{text}. {kept}. Lower the learning rate, or set train.on_nonfinite=skip to go on after single ones."
             )
         _LOG.warning("%s (train.on_nonfinite=skip)", text)
 

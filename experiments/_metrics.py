@@ -203,8 +203,8 @@ def _parse(path: Path) -> list[dict[str, Any]]:
             if not isinstance(row.get("step"), int):
                 raise ValueError("no step")
         except (ValueError, AttributeError) as error:
-            # A process killed while writing leaves a last line without its end.
-            if number < len(lines) and line:
+            # A process killed while writing leaves a last line without its end, a power cut one of NULs.
+            if number < len(lines) and line.strip("\0"):
                 raise UserError(
                     f"{path}:{number}: not a row of metrics. Repair or remove the file."
                 ) from error

@@ -18,6 +18,7 @@ _LOG = logging.getLogger(__name__)
 
 # XLA's CPU client dead-locks on collectives of several steps in flight when its thread pool has few threads.
 _CPU_THREADS = "32"
+_MOST_VIRTUAL_DEVICES = 1024
 _CPU_OPTIONS = {
     "xla_cpu_enable_concurrency_optimized_scheduler": False,
     "xla_cpu_copy_insertion_use_region_analysis": True,
@@ -108,6 +109,8 @@ def _check_explicit(processes: ProcessSettings) -> None:
 
 def _make_virtual_devices(count: int) -> None:
     """Ask for CPU devices; where a program that uses us has some already, `make_mesh` says if they are too few."""
+    if count > _MOST_VIRTUAL_DEVICES:
+        return  # `make_mesh` says that there are fewer
     if jax.config.jax_num_cpu_devices >= count:  # type: ignore[attr-defined]
         return
     try:

@@ -103,6 +103,18 @@ def checking(subject: str = "") -> Iterator[None]:
         raise UserError(f"{subject}: {text}" if subject else text) from error
 
 
+def seed(text: str) -> int:
+    """A command line's seed, for `argparse`.
+
+    Raises:
+      ValueError: it is not in [0, 2^63), which argparse reports.
+    """
+    value = int(text)
+    if not 0 <= value < 1 << 63:
+        raise ValueError("out of range")
+    return value
+
+
 def one_line(text: str) -> str:
     """`text` without gin's call notes, its line breaks and indentation folded into single spaces."""
     return " ".join(text.split(_GIN_CALL_NOTE)[0].split())

@@ -17,8 +17,9 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from experiments._components import RunSettings
+from experiments._components import ModelSpec, OptimizerSpec, RunSettings
 from experiments._config import UserError, checking
+from experiments._data_components import DataSpec
 from experiments._disk import size_text
 from experiments._feed import Planner, size_capacity
 from experiments._platform import compiler_options, device_memory_bytes, needs_padded_exchange
@@ -28,6 +29,8 @@ from jaxdit.models import scan_layers
 from jaxdit.training import (
     DiffusionLoss,
     FlowMatching,
+    Objective,
+    SamplerSettings,
     TrainProgram,
     TrainState,
     bytes_per_device,
@@ -39,6 +42,7 @@ _LOG = logging.getLogger(__name__)
 
 # Parameters, two moments, EMA, gradients: arrays of the parameters' size that a device holds during a step.
 _COPIES = 5
+_LARGEST_BLOCK = 4096
 # Where Linux says how much memory a container may use: control groups of version 2, and of version 1.
 _CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -68,8 +72,10 @@ def make_planner(settings: RunSettings, num_devices: int, *, padded: bool) -> Pl
         topology = Topology(num_devices // settings.devices_per_machine, settings.devices_per_machine)
     with checking():
         cost = CostModel(width=settings.model.width, gamma=settings.gamma)
-    if settings.block < 8 or settings.block % 8:
-        raise UserError(f"train.block must be a multiple of 8, at least 8; got block={settings.block}.")
+    if not 8 <= settings.block <= _LARGEST_BLOCK or settings.block % 8:
+        raise UserError(
+            f"train.block must be a multiple of 8 in [8, {_LARGEST_BLOCK}]; got block={settings.block}. Try 128."
+        )
     return Planner(
         num_devices=num_devices,
         num_heads=settings.model.num_heads,
@@ -128,10 +134,16 @@ class Run:
         run = cls(settings, mesh, planner, make_program(settings, mesh), data)
         run._check_memory(_COPIES if data else 1)
         if data is not None:
-            widest = 1 if settings.bags is None else max(parse_bags(settings.bags).sizes)
-            run.check_rows(-(-data.longest // widest), f"the longest sequence has {data.longest:,} tokens")
+            run.check_rows(
+                -(-data.longest // run.widest_bag), f"the longest sequence has {data.longest:,} tokens"
+            )
             run._check_processes()
         return run
+
+    @property
+    def widest_bag(self) -> int:
+        """Most devices that share a sequence."""
+        return 1 if self.settings.bags is None else max(parse_bags(self.settings.bags).sizes)
 
     @property
     def training_data(self) -> Data:
@@ -325,6 +337,9 @@ def check_settings(settings: RunSettings) -> None:
     Raises:
         UserError: naming the rule.
     """
+    _check_parts(settings)
+    if not 0 <= settings.seed < 1 << 63:
+        raise UserError(f"train.seed must be in [0, 2^63); got seed={settings.seed}.")
     for name in _AT_LEAST_ONE:
         if getattr(settings, name) < 1:
             raise UserError(f"train.{name} must be at least 1; got {name}={getattr(settings, name)}.")
@@ -345,6 +360,26 @@ def check_settings(settings: RunSettings) -> None:
             " sharded layers are gathered and computed again in the backward pass."
         )
     _check_objective(settings)
+
+
+def _check_parts(settings: RunSettings) -> None:
+    """Refuse a part of a run that is something else, such as a reference without its parentheses."""
+    parts = {
+        "model": (ModelSpec, "@text_to_image()"),
+        "objective": (Objective, "@flow_matching()"),
+        "data": (DataSpec, "@quickstart()"),
+        "optimizer": (OptimizerSpec, "@adamw()"),
+        "sampler": (SamplerSettings, "@sampler()"),
+    }
+    for name, (kind, example) in parts.items():
+        value = getattr(settings, name)
+        if not isinstance(value, kind):
+            raise UserError(
+                f"train.{name} must be a configurable of its kind, called, such as {example}; got {value!r:.100}."
+            )
+    prompts = settings.sample_prompts
+    if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
+        raise UserError(f"train.sample_prompts must be a list of texts; got {prompts!r:.100}.")
 
 
 _AT_LEAST_ONE = (

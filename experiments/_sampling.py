@@ -91,9 +91,18 @@ def check_request(request: SampleRequest, run: Run) -> None:
         if value < step or value % step:
             nearest = max(round(value / step), 1) * step
             raise UserError(f"{name} must be a multiple of {step}; got {name}={value}. Try {nearest}.")
+    if patch**2 * 3 != model.channels:
+        raise UserError(
+            f"a patch of {patch} x {patch} pixels has {patch**2 * 3} channels, the model {model.channels}. Leave the"
+            " data's patch as it was trained."
+        )
+    tokens = request.frames * (request.height // patch) * (request.width // patch)
+    run.check_rows(-(-tokens // run.widest_bag), f"the picture has {tokens:,} tokens")
     if model.uses_labels:
         _check_label(request.prompt, model.num_classes)
         return
+    if not request.prompt.isascii() and request.prompt.encode(errors="replace").decode() != request.prompt:
+        raise UserError(f"a prompt must be valid Unicode; got {request.prompt!a}.")
     if model.max_text is None:
         raise UserError("this model takes precomputed text features; it cannot be prompted with text yet.")
     num_tokens = len(byte_tokens(request.prompt))

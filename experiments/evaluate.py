@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments._program import UserError, log_to_stderr, run_program
+from experiments._program import UserError, log_to_stderr, run_program, seed
 
 NUM_SAMPLES = 200
 
@@ -22,7 +22,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--size", help="HEIGHTxWIDTH of all samples (default: the sizes of the training digits in turn)"
     )
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=seed, default=1)
     parser.add_argument("--grid", type=Path, help="also write the samples as a PNG")
     parser.add_argument("--devices", type=int, help="number of devices (default: as the run was trained on)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME.PARAMETER=VALUE", dest="bindings")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments._program import UserError, log_to_stderr, run_program
+from experiments._program import UserError, log_to_stderr, run_program, seed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -19,7 +19,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--size", default="32x32", help="HEIGHTxWIDTH in pixels")
     parser.add_argument("--frames", type=int, default=1, help="more than 1 makes a clip")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument(
         "--out", type=Path, help="file to write; .gif or .mp4 for a clip (default: in WORKDIR/samples)"
     )

@@ -138,7 +138,8 @@ class XlaKernel:
                 # No logit exceeds lse but by rounding, which is large where logits are.
                 log_weights = jnp.minimum(_logits(q_b, k_b, scale) - lse_b[:, None], 0.0)
                 weights = jnp.where(mask, jnp.exp(log_weights), 0.0)
-                d_logits = weights * (_dot(do_b, v_b.T) - shift_b[:, None]) * scale
+                # Masked, since zero times what a huge value of another sequence overflows to is not zero.
+                d_logits = jnp.where(mask, weights * (_dot(do_b, v_b.T) - shift_b[:, None]) * scale, 0.0)
                 d_logits = d_logits.astype(q.dtype)
                 dv = dv.at[j].add(_dot(weights.astype(q.dtype).T, do_b))
                 dk = dk.at[j].add(_dot(d_logits.T, q_b))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-_TERM = re.compile(r"g(\d+)n(\d+)")
+_TERM = re.compile(r"g([0-9]+)n([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,12 @@ def balance(
         text_array = _integers("text_lengths", text_lengths, _INT32_MAX)
     _check_sequences(length_array, text_array, home_array)
     num_heads = _at_least_one("num_heads", num_heads)
+    pairs = num_heads * float(np.sum(np.square(length_array, dtype=np.float64)))
+    if pairs >= 2.0**62:
+        raise ValueError(
+            f"balance: num_heads * sum of lengths^2 below 2^62, which int64 holds; got {pairs:.3g}. "
+            "Check the lengths: attention would never end."
+        )
     problem = BalanceProblem(length_array, text_array, home_array, num_heads, topology, cost)
     spec = BagSpec(((1, num_devices),)) if bags is None else _check_bags(bags)
     layout = spec.layout(num_devices)

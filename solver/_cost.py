@@ -6,6 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Num
 
+_WIDEST = 1 << 20
+_LARGEST_GAMMA = 1e6
+
 Tokens = int | float | Num[np.ndarray, "..."]
 Cost = np.floating | float | Float[np.ndarray, "..."]
 
@@ -34,11 +37,13 @@ class CostModel:
     seconds_per_flop: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.width < 1:
-            raise ValueError(f"CostModel: width >= 1; got width={self.width}. Give the model's width.")
-        if not (math.isfinite(self.gamma) and self.gamma >= 0):
+        if not 1 <= self.width <= _WIDEST:
             raise ValueError(
-                f"CostModel: gamma finite and >= 0; got gamma={self.gamma}. "
+                f"CostModel: width in 1 .. {_WIDEST}; got width={self.width}. Give the model's width."
+            )
+        if not 0 <= self.gamma <= _LARGEST_GAMMA:
+            raise ValueError(
+                f"CostModel: gamma in 0 .. {_LARGEST_GAMMA:g}; got gamma={self.gamma}. "
                 "0.4 suits an H100; fit it on the devices at hand."
             )
         if not (math.isfinite(self.seconds_per_flop) and self.seconds_per_flop > 0):

@@ -31,6 +31,8 @@ def sidecar_captions(root: Path, names: Sequence[str]) -> dict[str, str]:
     found = {}
     for name in names:
         sidecar = (root / name).with_suffix(".txt")
+        if sidecar.exists() and not sidecar.is_file():
+            raise DataError(f"sidecar_captions: captions must be files; got {sidecar}. Remove it.")
         try:
             found[name] = sidecar.read_text(encoding="utf-8-sig").strip()
         except FileNotFoundError:

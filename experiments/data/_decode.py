@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import stat
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,9 @@ _DECODE_ERRORS = (
     MemoryError,
     Image.DecompressionBombError,
     av.error.FFmpegError,
+    struct.error,
+    zlib.error,
+    RuntimeError,
 )
 
 _ORIENTATION_TAG = 0x0112
@@ -107,6 +113,8 @@ def open_media(path: Path, offset: int = 0, size: int = -1) -> MediaBytes:
       BadSampleError: it cannot be opened.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
+            raise BadSampleError("not a regular file")
         if size < 0:
             return path.open("rb")
         with path.open("rb") as file:

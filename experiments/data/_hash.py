@@ -40,7 +40,7 @@ def digest_of(parts: Iterable[str | bytes]) -> str:
     """Hex digest of a sequence of strings; lengths are hashed too, so parts cannot run into one another."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
-        raw = part.encode() if isinstance(part, str) else part
+        raw = part.encode(errors="surrogatepass") if isinstance(part, str) else part
         state.update(len(raw).to_bytes(8, "little"))
         state.update(raw)
     return state.hexdigest()

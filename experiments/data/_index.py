@@ -132,7 +132,13 @@ def _load(cache: Path, stamps: Mapping[str, _Stamp]) -> dict[str, list[MediaEntr
 def _save(cache: Path, known: Mapping[str, Sequence[MediaEntry]], stamps: Mapping[str, _Stamp]) -> None:
     """Replaces the index file in one move: other processes read the old one or the new one."""
     content = {"format": _FORMAT, "files": {path: (stamps[path], entries) for path, entries in known.items()}}
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    partial = cache.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
-    partial.replace(cache)
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        partial = cache.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
+        partial.replace(cache)
+    except OSError as error:
+        raise DataError(
+            f"index_files: index_folder must be a folder that can be written; got {cache.parent}: {error}. Choose"
+            " another, or None to read all headers every time."
+        ) from error

@@ -18,6 +18,10 @@ from experiments.data._types import DataError
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 # A label + 1 must fit int32.
 _MAX_LABEL = 2**31 - 2
+_NOT_WHOLE = "not a whole, uncompressed tar file"
+# Damaged shards named in a message.
+_LISTED = 5
+_MOST_SHARDS = 1_000_000
 # Where a json member keeps the caption, in order of preference.
 _JSON_FIELDS = ("caption", "text")
 
@@ -36,6 +40,11 @@ def expand_shards(pattern: str) -> list[Path]:
         return paths
     first, last = match.groups()
     numbers = range(int(first), int(last) + 1)
+    if len(numbers) > _MOST_SHARDS:
+        raise DataError(
+            f"WebDatasetShards: a range must name at most {_MOST_SHARDS:,} shards; got {len(numbers):,} for "
+            f"pattern='{pattern}'."
+        )
     names = [f"{pattern[: match.start()]}{n:0{len(first)}d}{pattern[match.end() :]}" for n in numbers]
     if not names:
         raise DataError(f"WebDatasetShards: a range must ascend; got pattern='{pattern}'.")
@@ -52,20 +61,34 @@ class WebDatasetShards(MediaSource):
       rules: how files become sequences.
 
     Raises:
-      DataError: no shard or no sample, captions are missing, a caption or label is malformed, or too many
-        members cannot be read.
+      DataError: no shard or no sample, a shard that is damaged or cut off, captions are missing, a caption or label
+        is malformed, or too many members cannot be read.
     """
 
     def __init__(self, pattern: str, *, rules: MediaRules):
         paths = expand_shards(pattern)
         title = f"shards {Path(pattern).name}"
+        damaged: list[str] = []
+
+        def scan(path: Path) -> list[MediaEntry]:
+            entries = _scan_shard(path)
+            damaged.extend(entry.name for entry in entries if (entry.error or "").startswith(_NOT_WHOLE))
+            return entries
+
         files = index_files(
             str(Path(pattern).absolute()),
             paths,
-            scan=_scan_shard,
+            scan=scan,
             folder=rules.folder(),
             tally=BadTally(rules.bad_limit, title),
         )
+        # One unreadable entry stands for all samples of a shard: shards are counted by themselves.
+        if len(damaged) > rules.bad_limit.fraction * len(paths):
+            raise DataError(
+                f"{title}: at most {rules.bad_limit.fraction:.2%} of the shards may be damaged; got {len(damaged)} of"
+                f" {len(paths)}: {', '.join(sorted(damaged)[:_LISTED])}. Copy them again, leave them out, or raise the"
+                " limit."
+            )
         super().__init__(title, files=files, rules=rules)
 
 
@@ -86,13 +109,30 @@ def _scan_shard(path: Path) -> list[MediaEntry]:
             for member in shard:
                 if member.isfile():
                     _add_member(path, shard, member, found)
+            _check_end(path, shard.offset)
     except (tarfile.TarError, OSError, EOFError) as error:
         # What was read before the damage would be a silently smaller data set.
-        return [MediaEntry(str(path), 0, 0, 0, 0, 0, None, f"not a readable, uncompressed tar file: {error}")]
+        return [MediaEntry(str(path), 0, 0, 0, 0, 0, None, f"{_NOT_WHOLE}: {error}")]
     return [
         scan_media(path, entry)._replace(caption=found.captions.get(key), label=found.labels.get(key))
         for key, entry in found.media.items()
     ]
+
+
+def _check_end(path: Path, offset: int) -> None:
+    """Raises TarError unless zeros follow the last member, two blocks at least.
+
+    `tarfile` takes a damaged header, and the end of a file that was cut, for the end of the archive.
+    """
+    with path.open("rb") as file:
+        file.seek(offset)
+        zeros = 0
+        while block := file.read(1 << 20):
+            if any(block):
+                raise tarfile.ReadError("no more members can be read, but it goes on")
+            zeros += len(block)
+    if zeros < 2 * tarfile.BLOCKSIZE:
+        raise tarfile.ReadError("it is cut off: the end mark is missing")
 
 
 def _add_member(path: Path, shard: tarfile.TarFile, member: tarfile.TarInfo, found: _Found) -> None:

@@ -23,7 +23,7 @@ def byte_tokens(caption: str) -> UInt8[np.ndarray, "n 8"]:
     Words end at white space; a longer one goes on in the next token, even in the middle of a character. Attention and
     linear layers then cost a row per word, not one per letter.
     """
-    words = [word.encode() for word in caption.split()]
+    words = [word.encode(errors="surrogatepass") for word in caption.split()]
     pieces = [word[i : i + TOKEN_BYTES] for word in words for i in range(0, len(word), TOKEN_BYTES)]
     joined = b"".join(piece.ljust(TOKEN_BYTES, b"\0") for piece in pieces)
     return np.frombuffer(joined, np.uint8).reshape(-1, TOKEN_BYTES)

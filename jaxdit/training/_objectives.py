@@ -181,6 +181,7 @@ class FlowMatching:
 
     Raises:
         ValueError: for another prediction, or a `time_std` that is not positive.
+        TypeError: for a shift that is none.
     """
 
     time_mean: float = 0.0
@@ -194,6 +195,10 @@ class FlowMatching:
             raise ValueError(
                 f"FlowMatching: prediction must be 'velocity' or 'sample'; got prediction={self.prediction!r}. "
                 "FLUX.1 predicts the velocity."
+            )
+        if self.shift is not None and not isinstance(self.shift, TimeShift):
+            raise TypeError(
+                f"FlowMatching: shift must have a method mu, as ResolutionShift has; got shift={self.shift!r:.80}."
             )
         if self.time_std is not None and not self.time_std > 0:
             raise ValueError(

@@ -43,7 +43,7 @@ class TrainState(NamedTuple):
         step: int32 scalar, optimiser steps taken, skipped ones included.
         params, ema: parameters and their moving average, float32.
         opt_state: the optimiser's state.
-        skipped: int32 scalar, steps whose loss or gradient was not finite; they changed nothing else.
+        skipped: int32 scalar, steps whose loss, gradient or update was not finite; they changed nothing else.
     """
 
     step: Any
@@ -255,30 +255,34 @@ def make_train_step(
         grads, loss, agree = gradients(state.params, inputs, state.step, key)
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        return _updated(program, state, grads, finite), StepMetrics(loss, norm, finite, agree)
+        new_state, finite = _updated(program, state, grads, finite)
+        return new_state, StepMetrics(loss, norm, finite, agree)
 
     shardings = program.state_shardings()
     return program.jit(step, donate_argnums=0, out_shardings=(shardings, None))
 
 
-def _updated(program: TrainProgram, state: TrainState, grads: Any, finite: Array) -> TrainState:
+def _updated(program: TrainProgram, state: TrainState, grads: Any, finite: Array) -> tuple[TrainState, Array]:
+    """The state after the update, or the one before if anything in it is not finite; and which of the two."""
     updates, opt_state = program.optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     # Early parameters are far from where they end: the average forgets them faster at first.
     count = state.step.astype(jnp.float32)
     decay = jnp.minimum(program.ema_decay, (1 + count) / (10 + count))
     ema = jax.tree.map(lambda e, p: e * decay + p * (1 - decay), state.ema, params)
+    finite &= jax.tree.reduce(jnp.logical_and, jax.tree.map(lambda p: jnp.all(jnp.isfinite(p)), params))
 
     def keep(new: Any, old: Any) -> Any:
         return jax.tree.map(partial(jnp.where, finite), new, old)
 
-    return TrainState(
+    new_state = TrainState(
         step=state.step + 1,
         params=keep(params, state.params),
         ema=keep(ema, state.ema),
         opt_state=keep(opt_state, state.opt_state),
         skipped=state.skipped + jnp.where(finite, 0, 1),
     )
+    return new_state, finite
 
 
 def make_eval_step(

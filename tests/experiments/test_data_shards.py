@@ -1,12 +1,13 @@
 """WebDataset shards: members, captions, random access, damage."""
 
+import dataclasses
 import tarfile
 
 import numpy as np
 import pytest
 from _data_cases import gradient_image, image_bytes, save_clip, save_tar
 
-from experiments.data import DataError, MediaRules, WebDatasetShards, frames_from_rows
+from experiments.data import BadLimit, DataError, MediaRules, WebDatasetShards, frames_from_rows
 from jaxdit.encoders import byte_tokens
 
 RULES = MediaRules(patch=8, max_tokens=64, max_frames=2)
@@ -115,10 +116,62 @@ def test_damaged_members_and_shards_are_skipped_and_named(tmp_path, caplog):
     cut = (tmp_path / "train-000.tar").read_bytes()[:700]
     (tmp_path / "train-003.tar").write_bytes(cut)
     (tmp_path / "train-004.tar").write_bytes(b"no tar at all" * 100)
-    source = WebDatasetShards(str(tmp_path / "train-*.tar"), rules=RULES)
+    pattern = str(tmp_path / "train-*.tar")
+    source = WebDatasetShards(pattern, rules=dataclasses.replace(RULES, bad_limit=BadLimit(fraction=0.5)))
     assert len(source) == 4
     for name in ("train-002.tar:bad.png", "train-003.tar", "train-004.tar"):
         assert name in caplog.text
+    with pytest.raises(
+        DataError, match=r"at most 1.00% of the shards .* got 2 of 5: .*train-003.tar, .*train-004.tar"
+    ):
+        WebDatasetShards(pattern, rules=RULES)
+
+
+def cut_at_a_member(raw, start):
+    return raw[:start]
+
+
+def cut_in_a_header(raw, start):
+    return raw[: start + 100]
+
+
+def cut_in_data(raw, start):
+    return raw[: start + 600]
+
+
+def without_an_end_mark(raw, start):
+    return raw.rstrip(b"\0")
+
+
+def with_a_flipped_bit_in_a_header(raw, start):
+    return raw[:start] + bytes([raw[start] ^ 1]) + raw[start + 1 :]
+
+
+def with_a_header_of_zeros(raw, start):
+    return raw[:start] + bytes(512) + raw[start + 512 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut_at_a_member,
+        cut_in_a_header,
+        cut_in_data,
+        without_an_end_mark,
+        with_a_flipped_bit_in_a_header,
+        with_a_header_of_zeros,
+    ],
+)
+def test_no_damage_of_a_shard_makes_a_smaller_data_set(tmp_path, damage):
+    members = [(f"{i}.{e}", b) for i in range(8) for e, b in (("png", image_bytes(16, 16)), ("txt", b"x"))]
+    path = tmp_path / "s.tar"
+    save_tar(path, members)
+    assert len(WebDatasetShards(str(path), rules=RULES)) == 8
+    with tarfile.open(path) as shard:
+        start = shard.getmembers()[9].offset
+    path.write_bytes(damage(path.read_bytes(), start))
+    with pytest.raises(DataError, match=r"of the shards may be damaged; got 1 of 1"):
+        WebDatasetShards(str(path), rules=RULES)
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,16 @@ def test_a_step_that_is_not_finite_stops_the_run_if_asked(tmp_path, monkeypatch,
     assert len(losses(workdir)) == 4
 
 
+def test_a_run_that_skips_step_after_step_stops(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(_loop, "_MOST_SKIPPED_IN_A_ROW", 3)
+    workdir = tmp_path / "run"
+    # The first update is beyond float32: neither it nor any later one is applied.
+    assert go_on(workdir, *bindings(adamw__learning_rate=3e38, adamw__weight_decay=10.0)) == 2
+    message = capfd.readouterr().err.splitlines()[-1]
+    assert "the update was not applied, nor were 2 before it" in message
+    assert checkpoints(workdir) == []
+
+
 def test_data_that_is_lost_on_the_way(straight, tmp_path, monkeypatch, capfd):
     read = _loop.StepReader.read
 
