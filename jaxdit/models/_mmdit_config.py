@@ -1,6 +1,6 @@
 """Shape of an MMDiT, checked where it is made, and FLUX.1's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ._config import check_compute_dtype, check_heads, check_positive
@@ -114,15 +114,5 @@ FLUX_DEV = MMDiTConfig(
 )
 """FLUX.1-dev: 11,901,408,320 parameters, guidance distilled into an input."""
 
-FLUX_SCHNELL = MMDiTConfig(
-    in_channels=64,
-    text_channels=4096,
-    pooled_channels=768,
-    width=3072,
-    num_heads=24,
-    num_double_blocks=19,
-    num_single_blocks=38,
-    axes_dim=(16, 56, 56),
-    guidance_embed=False,
-)
+FLUX_SCHNELL = replace(FLUX_DEV, guidance_embed=False)
 """FLUX.1-schnell: the same without guidance."""
