@@ -63,6 +63,8 @@ def only_user(workdir: Path) -> Iterator[None]:
         yield
         return
     check_writable(workdir)
+    if (workdir / _LOCK_FILE).is_dir():
+        raise UserError(f"{workdir / _LOCK_FILE} must be a file; got a folder. Remove it.")
     with open(workdir / _LOCK_FILE, "w", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

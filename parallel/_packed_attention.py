@@ -227,8 +227,14 @@ def packed_attention(
         Output rows (zero where a query attends to nothing) and float32 log-sum-exp.
 
     Raises:
+        TypeError: for rows that are neither float32 nor bfloat16.
         ValueError: if rows, ids and blocks disagree.
     """
+    if not {q.dtype, k.dtype, v.dtype} <= {jnp.dtype("float32"), jnp.dtype("bfloat16")}:
+        raise TypeError(
+            "packed_attention: q, k and v must be float32 or bfloat16; got"
+            f" {q.dtype}, {k.dtype} and {v.dtype}. Cast them."
+        )
     for name, rows, ids, blocks in (
         ("q", q, segments.query_ids, segments.key_blocks),
         ("k", k, segments.key_ids, segments.query_blocks),

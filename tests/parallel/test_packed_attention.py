@@ -224,6 +224,32 @@ def test_a_kernel_of_ones_own_is_called_with_whole_arrays():
     assert (gradient == 6).all()
 
 
+@pytest.mark.parametrize("dtype", ["float16"])
+def test_other_dtypes_are_refused(dtype):
+    ids = ids_of([3], rows=32)
+    x = jnp.ones((32, 4))
+    with pytest.raises(TypeError, match=f"must be float32 or bfloat16; got {dtype}, float32 and float32"):
+        packed_attention(x.astype(dtype), x, x, segments_of(ids, ids))
+
+
+@pytest.mark.parametrize("huge", [1e38, 3e38])
+def test_huge_values_of_one_segment_leave_the_others_alone(huge):
+    ids = ids_of([5, 7], rows=32)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(32, 4)), jnp.float32) for _ in range(3))
+    wild = jnp.where((ids == 1)[:, None], v, huge)
+
+    def gradients(v):
+        def loss(q, k):
+            out = packed_attention(q, k, v, segments_of(ids, ids)).out
+            return jnp.sum(jnp.where((ids == 1)[:, None], out, 0.0) ** 2)
+
+        return jax.grad(loss, argnums=(0, 1))(q, k)
+
+    for tame, wild_gradient in zip(gradients(v), gradients(wild), strict=True):
+        np.testing.assert_allclose(wild_gradient[:5], tame[:5], rtol=1e-5, atol=1e-7)
+
+
 def test_rows_ids_and_blocks_must_agree():
     ids = ids_of([3], rows=64)
     good = segments_of(ids, ids)
