@@ -320,27 +320,27 @@ def _parameters(wrapped: Callable[..., Any]) -> Mapping[str, inspect.Parameter] 
         return None
 
 
-def _scalar_types(wrapped: Callable[..., Any], name: str) -> tuple[type, ...]:
-    """The scalar types that the annotation of a parameter names; empty if it names anything else."""
+def _annotated(wrapped: Callable[..., Any], name: str) -> tuple[Any, ...]:
+    """What the annotation of a parameter allows, each member of a union by itself; empty if it cannot be told."""
     target = wrapped.__init__ if inspect.isclass(wrapped) else wrapped
     try:
         hint = typing.get_type_hints(target).get(name)
     except (NameError, TypeError):  # an annotation that only a type checker can resolve
         return ()
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    options = typing.get_args(hint) if union else (hint,)
+    return typing.get_args(hint) if union else (hint,)
+
+
+def _scalar_types(wrapped: Callable[..., Any], name: str) -> tuple[type, ...]:
+    """The scalar types that the annotation of a parameter names; empty if it names anything else."""
+    options = _annotated(wrapped, name)
     return options if all(option in _SCALARS for option in options) else ()
 
 
 def _is_list(wrapped: Callable[..., Any], name: str) -> bool:
     """Whether a parameter is annotated as a sequence, and as nothing else but None."""
-    target = wrapped.__init__ if inspect.isclass(wrapped) else wrapped
-    try:
-        hint = typing.get_type_hints(target).get(name)
-    except (NameError, TypeError):
-        return False
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    kinds = [typing.get_origin(option) or option for option in options if option is not type(None)]
+    options = [option for option in _annotated(wrapped, name) if option is not type(None)]
+    kinds = [typing.get_origin(option) or option for option in options]
     return bool(kinds) and all(kind in (Sequence, list, tuple) for kind in kinds)
 
 

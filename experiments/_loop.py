@@ -76,7 +76,6 @@ class Trainer:
         self._pictures: PictureSampler | None = None
         self._schedule = self.run.settings.optimizer.learning_rate(self.run.settings.steps)
         self._skipped_in_a_row = 0
-        self._last_loads: tuple[np.ndarray, np.ndarray] | None = None
 
     def start(self, checkpoints: Checkpoints) -> Start:
         """The state of the last checkpoint, or a fresh one; writes nothing.
@@ -128,7 +127,6 @@ class Trainer:
                 done += 1
                 row["step_s"] = time.perf_counter() - started
                 row["tokens_per_s"] = item.stats.tokens / row["step_s"]
-                self._last_loads = item.stats.loads
                 stopping = stop.agreed()
                 # Saved before anything else is made of the state, so that a failure there loses no step.
                 if done % settings.save_every == 0 or done == settings.steps or stopping:
@@ -150,12 +148,10 @@ class Trainer:
         if start.step > self.run.settings.steps or not _on_process_0(lambda: self._is_unfinished(start.step)):
             _LOG.info("all %d steps are done already; raise train.steps to go on", start.step)
             return
-        row, micro = dict(start.row or {}), self.run.settings.micro_batches
+        row = dict(start.row or {})
         with MetricsWriter(self.workdir, start.step - 1) as metrics:
             self._periodic(start.state, start.step, row)
             metrics.write(start.step - 1, row)
-        last = [self.run.training_data.train.step((start.step - 1) * micro + i) for i in range(micro)]
-        self._last_loads = self.run.planner.loads(last)
         self._plot(start.step)
 
     def _is_unfinished(self, done: int) -> bool:
@@ -245,9 +241,10 @@ class Trainer:
             f"step {step}: loss {float(found.loss)}, gradient norm {float(found.grad_norm)};"
             " the update was not applied"
         )
-        if self._skipped_in_a_row == _MOST_SKIPPED_IN_A_ROW:
+        hopeless = self._skipped_in_a_row == _MOST_SKIPPED_IN_A_ROW
+        if hopeless:
             text = f"{text}, nor were {_MOST_SKIPPED_IN_A_ROW - 1} before it"
-        if self.run.settings.on_nonfinite == "stop" or self._skipped_in_a_row == _MOST_SKIPPED_IN_A_ROW:
+        if hopeless or self.run.settings.on_nonfinite == "stop":
             checkpoints.wait()
             latest = checkpoints.latest()
             kept = (
@@ -293,19 +290,19 @@ class Trainer:
             )
 
     def _plot(self, done: int) -> None:
-        """Plots of the run so far."""
+        """Plots of the run so far, and of its last step."""
         if jax.process_index() != 0:
             return
+        planner, micro = self.run.planner, self.run.settings.micro_batches
+        last = [self.run.training_data.train.step((done - 1) * micro + i) for i in range(micro)]
         rows = [row for row in read_metrics(self.workdir) if math.isfinite(row.get("loss", math.nan))]
         with writing(self.workdir, _MAKE_ROOM):
             if rows:
                 plot_training(self.workdir / TRAINING_PLOT, rows, title=f"{done} steps")
-            if self._last_loads is not None:
-                before, after = self._last_loads
-                plot_loads(self.workdir / LOADS_PLOT, DeviceLoads(*before), DeviceLoads(*after))
-                index = self.run.training_data.train.step((done - 1) * self.run.settings.micro_batches)
-                title = f"step {done}, bags {self.run.settings.bags}"
-                plot_plan(self.workdir / LAYOUTS_PLOT, self.run.planner.layout(index).plan, title=title)
+            before, after = planner.loads(last)
+            plot_loads(self.workdir / LOADS_PLOT, DeviceLoads(*before), DeviceLoads(*after))
+            title = f"step {done}, bags {self.run.settings.bags}"
+            plot_plan(self.workdir / LAYOUTS_PLOT, planner.layout(last[0]).plan, title=title)
 
 
 def _on_process_0(decide: Callable[[], bool]) -> bool:

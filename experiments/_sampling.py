@@ -101,7 +101,7 @@ def check_request(request: SampleRequest, run: Run) -> None:
     if model.uses_labels:
         _check_label(request.prompt, model.num_classes)
         return
-    if not request.prompt.isascii() and request.prompt.encode(errors="replace").decode() != request.prompt:
+    if request.prompt.encode(errors="replace").decode() != request.prompt:
         raise UserError(f"a prompt must be valid Unicode; got {request.prompt!a}.")
     if model.max_text is None:
         raise UserError("this model takes precomputed text features; it cannot be prompted with text yet.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -31,9 +32,9 @@ def sidecar_captions(root: Path, names: Sequence[str]) -> dict[str, str]:
     found = {}
     for name in names:
         sidecar = (root / name).with_suffix(".txt")
-        if sidecar.exists() and not sidecar.is_file():
-            raise DataError(f"sidecar_captions: captions must be files; got {sidecar}. Remove it.")
         try:
+            if not stat.S_ISREG(sidecar.stat().st_mode):  # reading a pipe would wait for ever
+                raise DataError(f"sidecar_captions: captions must be files; got {sidecar}. Remove it.")
             found[name] = sidecar.read_text(encoding="utf-8-sig").strip()
         except FileNotFoundError:
             continue
