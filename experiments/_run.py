@@ -245,7 +245,7 @@ class Run:
         )
 
     def check_rows(self, rows: int, why: str) -> None:
-        """Refuse rows of a device that cannot be held even if nothing but the layers' inputs is kept.
+        """Refuse rows that a device cannot train on even if nothing but the layers' inputs is kept.
 
         Args:
             rows: tokens on the fullest device.
@@ -254,16 +254,34 @@ class Run:
         Raises:
             UserError: with the arithmetic.
         """
+        self._check_activations(rows, why, self.settings.model.depth, _COPIES)
+
+    def check_sample_rows(self, rows: int, why: str) -> None:
+        """Refuse rows that a device cannot sample: one layer's input is kept, beside the state if the run trains.
+
+        Args:
+            rows: tokens on the fullest device.
+            why: where they come from, for the message.
+
+        Raises:
+            UserError: with the arithmetic.
+        """
+        self._check_activations(rows, why, 1, 1 if self.data is None else _COPIES - 1)
+
+    def _check_activations(self, rows: int, why: str, depth: int, copies: int) -> None:
+        """Refuse rows whose inputs of `depth` layers do not fit beside `copies` arrays like the parameters."""
         model = self.settings.model
         itemsize = np.dtype(model.dtype).itemsize
-        needed = rows * model.width * itemsize * model.depth
-        available = int(self._memory_bytes() - self._state_bytes(_COPIES))
+        needed = rows * model.width * itemsize * depth
+        available = int(self._memory_bytes() - self._state_bytes(copies))
         if needed <= available or self.settings.allow_oversized:
             return
+        layers = "one layer" if depth == 1 else f"{depth} layers"
+        state = "the parameters leave" if copies == 1 else "parameters and optimiser leave"
         raise UserError(
-            f"{why}, {rows:,} of them on a device; the inputs of {model.depth} layers, {model.width} x {itemsize}"
-            f" bytes a token, are {size_text(needed)}, of {size_text(max(available, 0))} that parameters and optimiser"
-            " leave. Use larger bags, more devices or more shards, or bound the data's tokens."
+            f"{why}, {rows:,} of them on a device; the inputs of {layers}, {model.width} x {itemsize} bytes a token,"
+            f" are {size_text(needed)}, of {size_text(max(available, 0))} that {state}. Use larger bags, more"
+            " devices or more shards, or fewer tokens; train.allow_oversized=True tries it all the same."
         )
 
     def _check_processes(self) -> None:

@@ -97,7 +97,7 @@ def check_request(request: SampleRequest, run: Run) -> None:
             " data's patch as it was trained."
         )
     tokens = request.frames * (request.height // patch) * (request.width // patch)
-    run.check_rows(-(-tokens // run.widest_bag), f"the picture has {tokens:,} tokens")
+    run.check_sample_rows(-(-tokens // run.widest_bag), f"the picture has {tokens:,} tokens")
     if model.uses_labels:
         _check_label(request.prompt, model.num_classes)
         return

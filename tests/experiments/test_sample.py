@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 
 from experiments import sample, train
-from experiments._sampling import PictureSampler, SampleRequest
+from experiments._config import UserError
+from experiments._sampling import PictureSampler, SampleRequest, check_request
 from experiments._workdir import load_run
 from tests.experiments._program_cases import bindings, programs_shared, rows, run, snapshot, trained_run
 
@@ -157,6 +158,19 @@ def test_what_the_model_cannot_make_is_refused(trained, capfd, args, part):
     assert len(errors) == 1
     assert part in errors[0]
     assert len(list((trained / "samples").iterdir())) == 2
+
+
+def test_sampling_is_priced_without_optimiser_and_for_one_layer(opened, monkeypatch):
+    run = opened.run
+    model = run.settings.model
+    picture = dataclasses.replace(SEVEN, height=640, width=640)
+    layer = 80 * 80 * model.width * np.dtype(model.dtype).itemsize
+    enough = run._state_bytes(1) + layer
+    assert enough < run._state_bytes(5) + model.depth * layer
+    monkeypatch.setattr("experiments._run.device_memory_bytes", lambda mesh: enough)
+    check_request(picture, run)
+    with pytest.raises(UserError, match=r"the inputs of one layer.* that the parameters leave"):
+        check_request(dataclasses.replace(picture, height=648), run)
 
 
 def test_a_file_that_cannot_be_written(trained, tmp_path, capfd):
