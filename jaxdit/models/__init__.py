@@ -1,6 +1,7 @@
 """Diffusion transformers on packed rows: arrays of tokens with segment ids, no batch dimension."""
 
 from ._dit import DiT as DiT
+from ._dit import position_embedding as position_embedding
 from ._dit_config import DiTConfig as DiTConfig
 from ._dit_config import dit_config as dit_config
 from ._gather import rows_of_sequences as rows_of_sequences
@@ -31,6 +32,7 @@ __all__ = [
     "MMDiT",
     "MMDiTConfig",
     "dit_config",
+    "position_embedding",
     "rows_of_sequences",
     "scan_layers",
     "sums_of_sequences",

@@ -69,6 +69,7 @@ class _Block(nnx.Module):
     def __init__(self, config: DiTConfig, *, rngs: nnx.Rngs) -> None:
         width, dtype = config.width, config.dtype
         self.num_heads = config.num_heads
+        self.mlp_norm_epsilon = config.mlp_norm_epsilon
         self.modulation = linear(width, 6 * width, dtype=dtype, init=zeros, rngs=rngs)
         self.qkv = linear(width, 3 * width, dtype=dtype, rngs=rngs)
         self.proj = linear(width, width, dtype=dtype, rngs=rngs)
@@ -82,7 +83,8 @@ class _Block(nnx.Module):
         q, k, v = jnp.moveaxis(qkv.reshape(x.shape[0], 3, self.num_heads, -1), 1, 0)
         attended = name_attention(attention(q, k, v)).reshape(x.shape)
         x = add_gated(x, attn.gate, ids, self.proj(attended))
-        return add_gated(x, mlp.gate, ids, self.mlp(norm_and_modulate(x, mlp.shift, mlp.scale, ids)))
+        hidden = norm_and_modulate(x, mlp.shift, mlp.scale, ids, self.mlp_norm_epsilon)
+        return add_gated(x, mlp.gate, ids, self.mlp(hidden))
 
 
 class DiT(nnx.Module):
@@ -115,7 +117,9 @@ class DiT(nnx.Module):
         A label outside the table gives NaN, not another class.
         """
         step = _step_of_time(rows.time)
-        cond = self.time_in(sinusoid(step, size=self.config.time_channels))
+        config = self.config
+        embedded = sinusoid(step, size=config.time_channels, frequency_shift=config.time_frequency_shift)
+        cond = self.time_in(embedded)
         return cond + jnp.take(self.label_in[...], rows.labels, axis=0, mode="fill")
 
     def __call__(

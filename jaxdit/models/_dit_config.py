@@ -24,6 +24,8 @@ class DiTConfig:
         learn_sigma: whether the output has a second half, for the variance.
         mlp_ratio: hidden over outer channels of the MLPs.
         time_channels: size of the sinusoidal embedding of time.
+        time_frequency_shift: 0 as the original, or 1 as diffusers' DiT, whose embedding of time has other frequencies.
+        mlp_norm_epsilon: of the norm before the MLP: 1e-6 in the original, 1e-5 in diffusers' DiT.
         compute_dtype: "bfloat16" or "float32", for matrix products and activations.
 
     Raises:
@@ -40,6 +42,8 @@ class DiTConfig:
     learn_sigma: bool = True
     mlp_ratio: float = 4.0
     time_channels: int = 256
+    time_frequency_shift: int = 0
+    mlp_norm_epsilon: float = 1e-6
     compute_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
@@ -56,6 +60,12 @@ class DiTConfig:
         if self.time_channels % 2:
             raise ValueError(
                 f"DiTConfig: time_channels must be even; got time_channels={self.time_channels}. Use 256."
+            )
+        if self.time_frequency_shift not in (0, 1) or not self.mlp_norm_epsilon > 0:
+            raise ValueError(
+                "DiTConfig: time_frequency_shift must be 0 or 1 and mlp_norm_epsilon positive; got "
+                f"time_frequency_shift={self.time_frequency_shift}, mlp_norm_epsilon={self.mlp_norm_epsilon}. The "
+                "original has 0 and 1e-6."
             )
 
     @property

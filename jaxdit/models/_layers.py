@@ -72,15 +72,22 @@ def split_modulation(values: Float[Array, "s kd"], num_parts: int) -> list[Modul
 recomputed = partial(jax.checkpoint, prevent_cse=False)
 
 
-@recomputed
 def norm_and_modulate(
-    x: Float[Array, "n d"], shift: Float[Array, "s d"], scale: Float[Array, "s d"], ids: Int[Array, "n"]
+    x: Float[Array, "n d"],
+    shift: Float[Array, "s d"],
+    scale: Float[Array, "s d"],
+    ids: Int[Array, "n"],
+    epsilon: float = NORM_EPSILON,
 ) -> Float[Array, "n d"]:
     """(1 + scale) * LayerNorm(x) + shift with the vectors of each row's sequence, in float32."""
+    return recomputed(partial(_norm_and_modulate, epsilon=epsilon))(x, shift, scale, ids)
+
+
+def _norm_and_modulate(x: Array, shift: Array, scale: Array, ids: Array, *, epsilon: float) -> Array:
     x = x.astype(jnp.float32)
     centred = x - jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-    normed = centred * jax.lax.rsqrt(variance + NORM_EPSILON)
+    normed = centred * jax.lax.rsqrt(variance + epsilon)
     scale_rows = rows_of_sequences(scale, ids).astype(jnp.float32)
     shift_rows = rows_of_sequences(shift, ids).astype(jnp.float32)
     return normed * (1 + scale_rows) + shift_rows
@@ -100,11 +107,14 @@ def zero_padding_rows(x: Float[Array, "n c"], ids: Int[Array, "n"]) -> Float[Arr
 
 
 def sinusoid(
-    time: Float[Array, "s"], *, size: int = 256, max_period: float = 10_000.0
+    time: Float[Array, "s"], *, size: int = 256, max_period: float = 10_000.0, frequency_shift: int = 0
 ) -> Float[Array, "s e"]:
-    """[cos(time * f), sin(time * f)] in float32 with `size / 2` frequencies from 1 towards 1 / max_period."""
+    """[cos(time * f), sin(time * f)] in float32 with `size / 2` frequencies from 1 towards 1 / max_period.
+
+    With `frequency_shift` 1 the last frequency is 1 / max_period itself.
+    """
     half = size // 2
-    omega = np.exp(-math.log(max_period) * np.arange(half, dtype=np.float64) / half)
+    omega = np.exp(-math.log(max_period) * np.arange(half, dtype=np.float64) / (half - frequency_shift))
     positions = jnp.broadcast_to(time[:, None], (time.shape[0], half))
     return jnp.concatenate(cos_sin(positions, omega), axis=1)
 

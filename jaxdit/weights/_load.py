@@ -1,0 +1,146 @@
+"""Reading a checkpoint straight into the shards of a mesh."""
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._configs import ModelConfig
+from ._files import TensorFiles, WeightsError, open_files
+from ._names import Piece, TensorTable, leaf_at, leaves_of
+from ._tables import abstract_params, table_of_files
+
+__all__ = ["load_params"]
+
+
+def load_params(
+    path: str | os.PathLike[str],
+    config: ModelConfig,
+    *,
+    shardings: Any = None,
+    dtype: Any = jnp.float32,
+) -> dict[str, Any]:
+    """Load a FLUX.1 or DiT checkpoint, in diffusers' or the original names, as a model's parameters.
+
+    Global arrays. Each process reads every tensor, at most 32 MiB at a time, and keeps what its devices hold, so host
+    memory beyond the shards stays below a few such pieces. Nothing is loaded before names, shapes and dtypes of all
+    tensors were checked.
+
+    Args:
+        path: a safetensors file, an index of several, or the folder that holds them.
+        config: of the model; for a diffusers folder `read_config` gives it.
+        shardings: shardings like the parameters (nested dicts); by default all on the first device.
+        dtype: of the parameters.
+
+    Returns:
+        The parameters as nested dicts, as `nnx.to_pure_dict(nnx.state(model, nnx.Param))` has them.
+
+    Raises:
+        WeightsError: for a file that is no complete checkpoint of this model; the names that differ are listed.
+    """
+    files = open_files(path)
+    table = table_of_files(config, files)
+    shapes = abstract_params(config)
+    if shardings is None:
+        one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: one, shapes)
+    targets = {
+        leaf_path: _Target(leaf.shape, leaf_at(shardings, leaf_path), dtype)
+        for leaf_path, leaf in leaves_of(shapes)
+    }
+    _check_copies(table, files)
+    for piece in table.pieces:
+        if not piece.is_copy:
+            _read(piece, files, targets[piece.path])
+    return _nested({leaf_path: target.array() for leaf_path, target in targets.items()})
+
+
+def _nested(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        at = tree
+        for name in path[:-1]:
+            at = at.setdefault(name, {})
+        at[path[-1]] = leaf
+    return tree
+
+
+def _check_copies(table: TensorTable, files: TensorFiles) -> None:
+    """Refuse copies that differ: the model has one array in their place."""
+    first = {piece.path: piece for piece in table.pieces if not piece.is_copy}
+    for piece in table.pieces:
+        if not piece.is_copy:
+            continue
+        original = first[piece.path]
+        pairs = zip(
+            files.chunks(piece.name, piece.rows), files.chunks(original.name, piece.rows), strict=True
+        )
+        if not all(np.array_equal(ours, theirs, equal_nan=True) for (_, ours), (_, theirs) in pairs):
+            raise WeightsError(
+                f"{files.path}: {piece.name} must equal {original.name}, since the model has one array for both."
+            )
+
+
+class _Target:
+    """A parameter being filled: one array a device, updated in place."""
+
+    def __init__(self, shape: tuple[int, ...], sharding: jax.sharding.Sharding, dtype: Any) -> None:
+        self.shape, self.sharding = shape, sharding
+        self.boxes = {
+            device: [part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True)]
+            for device, index in sharding.addressable_devices_indices_map(shape).items()
+        }
+        shard = sharding.shard_shape(shape)
+        self.shards = {device: jnp.zeros(shard, dtype, device=device) for device in self.boxes}
+
+    def write(self, box: list[tuple[int, int]], block: np.ndarray, *, transposed: bool) -> None:
+        """Write a part of the parameter.
+
+        Args:
+            box: half-open range of the part on every axis.
+            block: its values, with the leading axes of size 1 left out; one of two axes may be transposed.
+            transposed: whether it is.
+        """
+        values = block.T if transposed else block
+        values = values.reshape([stop - start for start, stop in box])
+        for device, shard_box in self.boxes.items():
+            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, shard_box, strict=True)]
+            if any(start >= stop for start, stop in common):
+                continue
+            part = values[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(common, box, strict=True))]
+            part = part.reshape(part.shape[-block.ndim :])
+            sent = jax.device_put(np.ascontiguousarray(part.T if transposed else part), device)
+            start = np.array([a - c for (a, _), (c, _) in zip(common, shard_box, strict=True)], np.int32)
+            self.shards[device] = _update(self.shards[device], sent, start, transposed=transposed)
+        # What is on its way is held on the host: no more than one block of it.
+        jax.block_until_ready(list(self.shards.values()))
+
+    def array(self) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, list(self.shards.values()))
+
+
+@partial(jax.jit, donate_argnums=0, static_argnames="transposed")
+def _update(shard: jax.Array, block: jax.Array, start: jax.Array, *, transposed: bool) -> jax.Array:
+    values = (block.T if transposed else block).astype(shard.dtype)
+    values = values.reshape((1,) * (shard.ndim - values.ndim) + values.shape)
+    return lax.dynamic_update_slice(shard, values, [start[i] for i in range(shard.ndim)])
+
+
+def _read(piece: Piece, files: TensorFiles, target: _Target) -> None:
+    """Copy one piece of a tensor to its place."""
+    layer = [] if piece.layer is None else [(piece.layer, piece.layer + 1)]
+    for row, block in files.chunks(piece.name, piece.rows):
+        start = piece.start + row - piece.rows[0]
+        rows = (start, start + block.shape[0])
+        if block.ndim == 4:  # a convolution (rows, c, p, p); here a patch is (p, p, c)
+            block = block.transpose(0, 2, 3, 1).reshape(block.shape[0], -1)
+        if block.ndim == 1 or piece.is_table:
+            box = [*layer, rows, *((0, size) for size in block.shape[1:])]
+            target.write(box, block, transposed=False)
+        else:
+            target.write([*layer, (0, block.shape[1]), rows], block, transposed=True)

@@ -1,0 +1,146 @@
+"""Writing a model's parameters as a checkpoint that others load."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ..models import DiTConfig, MMDiTConfig
+from ._configs import CONFIG_NAME, ModelConfig, config_json
+from ._files import WEIGHTS_NAME, WeightsError, check_target, write_files
+from ._names import Piece, TensorTable, leaf_at
+from ._tables import check_params, table_for, with_positions
+
+__all__ = ["save_params"]
+
+_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+_ORIGINAL_NAMES = {MMDiTConfig: "flux1.safetensors", DiTConfig: "dit.safetensors"}
+
+
+def save_params(
+    folder: str | os.PathLike[str],
+    params: Any,
+    config: ModelConfig,
+    *,
+    layout: str = "diffusers",
+    dtype: str = "float32",
+    sample_size: int = 32,
+    max_file_bytes: int = 5_000_000_000,
+) -> None:
+    """Save parameters in safetensors, in diffusers' layout (with config.json) or under the original names.
+
+    Global arrays; with several processes all call it and the first one writes. The folder appears whole or not at all.
+    What was loaded in a dtype and is saved in the same one is equal to the bit.
+
+    Args:
+        folder: new, or empty.
+        params: of a `MMDiT` or `DiT`, as nested dicts.
+        config: of the model.
+        layout: "diffusers" or "original".
+        dtype: "float32", "bfloat16" or "float16", to which values are rounded.
+        sample_size: edge of the latent images a DiT is for, in latent pixels; FLUX.1 needs none.
+        max_file_bytes: tensors of a file; more of them are divided over several files with an index. This much is held
+            in host memory.
+
+    Raises:
+        WeightsError: for a folder that is not empty, parameters of another model, a model that diffusers cannot
+            express, or values that the dtype cannot hold.
+    """
+    folder = check_target(folder)
+    if dtype not in _DTYPES:
+        raise WeightsError(f"dtype must be one of {', '.join(_DTYPES)}; got dtype={dtype!r}.")
+    if max_file_bytes < 1:
+        raise WeightsError(f"max_file_bytes must be at least 1; got max_file_bytes={max_file_bytes}.")
+    table = table_for(config, layout)
+    others = {}
+    if layout == "diffusers":
+        others[CONFIG_NAME] = config_json(config, sample_size=sample_size)
+    elif isinstance(config, DiTConfig):
+        table = with_positions(table, config, _patches(sample_size, config.patch_size))
+    check_params(params, config)
+    write_files(
+        folder,
+        WEIGHTS_NAME if layout == "diffusers" else _ORIGINAL_NAMES[type(config)],
+        {
+            name: int(np.prod(shape)) * np.dtype(_DTYPES[dtype]).itemsize
+            for name, shape in table.shapes.items()
+        },
+        _fetcher(table, params, _DTYPES[dtype]),
+        max_file_bytes=max_file_bytes,
+        others=others,
+        is_writer=jax.process_index() == 0,
+    )
+
+
+def _patches(sample_size: int, patch_size: int) -> int:
+    if sample_size < 1 or sample_size % patch_size:
+        raise WeightsError(f"sample_size must be a multiple of the patch, {patch_size}; got {sample_size}.")
+    return sample_size // patch_size
+
+
+def _fetcher(table: TensorTable, params: Any, dtype: Any) -> Callable[[str], np.ndarray]:
+    pieces = table.by_name()
+    layers = _Layers(params)
+
+    def fetch(name: str) -> np.ndarray:
+        if name in table.constants:
+            return table.constants[name].astype(dtype)
+        found = np.empty(pieces[name][0].shape, dtype)
+        for piece in pieces[name]:
+            found[slice(*piece.rows)] = _piece(piece, layers, table.patches.get(name), dtype)
+        return found
+
+    return fetch
+
+
+class _Layers:
+    """Layers of parameters on the host; the last one is kept, since several tensors may be parts of it."""
+
+    def __init__(self, params: Any) -> None:
+        self._params = params
+        self._key: Any = None
+        self._value: Any = None
+
+    def get(self, path: tuple[str, ...], layer: int | None) -> np.ndarray:
+        """One layer of a parameter (or all of one without layers); every process takes part and gets it."""
+        if self._key != (path, layer):
+            self._key, self._value = (path, layer), None
+            leaf = leaf_at(self._params, path)
+            if layer is not None:
+                leaf = _one_layer(leaf, layer)
+            if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+                leaf = _replicated(leaf)
+            self._value = np.asarray(leaf)
+        return self._value
+
+
+_one_layer = jax.jit(partial(lax.dynamic_index_in_dim, keepdims=False))
+
+
+def _replicated(leaf: jax.Array) -> Any:
+    assert isinstance(leaf.sharding, NamedSharding)
+    everywhere = NamedSharding(leaf.sharding.mesh, P())
+    return jax.jit(lambda x: x, out_shardings=everywhere)(leaf).addressable_data(0)
+
+
+def _piece(piece: Piece, layers: _Layers, patch: tuple[int, int] | None, dtype: Any) -> np.ndarray:
+    values = layers.get(piece.path, piece.layer)
+    columns = slice(piece.start, piece.start + piece.rows[1] - piece.rows[0])
+    values = values[columns] if piece.is_table or values.ndim == 1 else values[:, columns].T
+    with np.errstate(over="ignore"):  # said below
+        rounded = values.astype(dtype)
+    if not np.array_equal(np.isfinite(rounded), np.isfinite(values)):
+        raise WeightsError(
+            f"{piece.name} has values that {np.dtype(dtype).name} cannot hold. Save as float32 or bfloat16."
+        )
+    if patch is not None and rounded.ndim == 2:
+        edge, channels = patch
+        rounded = rounded.reshape(-1, edge, edge, channels).transpose(0, 3, 1, 2)
+    return rounded

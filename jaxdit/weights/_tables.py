@@ -1,0 +1,108 @@
+"""The layout of a checkpoint: which table of names it follows, told from its names or chosen for saving."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from ..models import DiT, DiTConfig, MMDiT, MMDiTConfig
+from . import _dit, _flux
+from ._configs import ModelConfig
+from ._files import TensorFiles, WeightsError
+from ._names import TensorTable, leaves_of
+
+__all__ = ["LAYOUTS", "abstract_params", "check_params", "table_for", "table_of_files", "with_positions"]
+
+LAYOUTS = ("diffusers", "original")
+_TABLES: dict[tuple[type, str], Callable[[Any, Any], TensorTable]] = {
+    (MMDiTConfig, "diffusers"): _flux.diffusers_table,
+    (MMDiTConfig, "original"): _flux.original_table,
+    (DiTConfig, "diffusers"): _dit.diffusers_table,
+    (DiTConfig, "original"): _dit.original_table,
+}
+_POSITIONS = "pos_embed"
+# The fixed table of positions, made in float64 there, is compared after rounding to 16 bits at worst.
+_POSITION_TOLERANCE = 2**-8
+
+
+def abstract_params(config: ModelConfig) -> dict[str, Any]:
+    """Shapes of a model's parameters as nested dicts."""
+
+    def make() -> nnx.Module:
+        rngs = nnx.Rngs(0)
+        return MMDiT(config, rngs=rngs) if isinstance(config, MMDiTConfig) else DiT(config, rngs=rngs)
+
+    module = nnx.eval_shape(make)
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def table_for(config: ModelConfig, layout: str) -> TensorTable:
+    """The tensors of a model in a layout, "diffusers" or "original".
+
+    Raises:
+        WeightsError: for another layout.
+    """
+    if layout not in LAYOUTS:
+        raise WeightsError(f"layout must be one of {', '.join(LAYOUTS)}; got layout={layout!r}.")
+    return _TABLES[type(config), layout](config, abstract_params(config))
+
+
+def table_of_files(config: ModelConfig, files: TensorFiles) -> TensorTable:
+    """The tensors of a model in the layout of these files, checked against them.
+
+    Raises:
+        WeightsError: if the files hold another model, or not all of it; names and shapes that differ are listed.
+    """
+    tables = {layout: table_for(config, layout) for layout in LAYOUTS}
+    shared = {layout: len(table.shapes.keys() & files.tensors.keys()) for layout, table in tables.items()}
+    layout = max(LAYOUTS, key=lambda name: shared[name])
+    table = tables[layout]
+    if isinstance(config, DiTConfig) and layout == "original" and _POSITIONS in files.tensors:
+        table = with_positions(table, config, _grid(files))
+    files.check(table.shapes)
+    _check_constants(table, files)
+    return table
+
+
+def with_positions(table: TensorTable, config: DiTConfig, grid: int) -> TensorTable:
+    """The original DiT's table with its fixed embedding of `grid` x `grid` positions."""
+    return replace(table, constants={_POSITIONS: _dit.position_table(config, grid)})
+
+
+def _grid(files: TensorFiles) -> int:
+    shape = files.tensors[_POSITIONS].shape
+    return round(math.sqrt(shape[1])) if len(shape) == 3 else 1
+
+
+def _check_constants(table: TensorTable, files: TensorFiles) -> None:
+    for name, value in table.constants.items():
+        found = np.concatenate([chunk for _, chunk in files.chunks(name, (0, value.shape[0]))])
+        worst = float(np.abs(found.astype(np.float32) - value).max())
+        if not worst <= _POSITION_TOLERANCE:
+            raise WeightsError(
+                f"{files.path}: {name} must be the fixed table that the model computes; it differs by up to"
+                f" {worst:.3g}."
+            )
+
+
+def _leaf_shapes(params: Any) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """Shape of every parameter by path."""
+    return {path: tuple(leaf.shape) for path, leaf in leaves_of(params)}
+
+
+def check_params(params: Any, config: ModelConfig) -> None:
+    """Refuse parameters that are not of a model of this config.
+
+    Raises:
+        WeightsError: naming the first that differs.
+    """
+    found, wanted = _leaf_shapes(params), _leaf_shapes(abstract_params(config))
+    for path in sorted(found.keys() | wanted.keys()):
+        if found.get(path) != wanted.get(path):
+            raise WeightsError(
+                f"{'.'.join(path)} of the parameters has shape {found.get(path)}, the model of the config"
+                f" {wanted.get(path)}."
+            )
