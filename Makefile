@@ -2,13 +2,16 @@
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 VENV ?= .venv
+VENV_PARITY ?= .venv-parity
 BIN := $(VENV)/bin
 EXTRA ?= cpu
+# For make parity: torch's CPU build is 'torch --index-url URL-OF-THE-CPU-INDEX', or torch==VERSION+cpu.
+TORCH ?= torch
 WORKDIR ?= runs/quickstart
 CONFIG ?= experiments/configs/quickstart.gin
 ARGS ?=
 
-.PHONY: setup setup-dev train sample evaluate test test-all lint bench wheel clean
+.PHONY: setup setup-dev train sample evaluate test test-all lint parity bench wheel clean
 
 setup: $(VENV)/.installed-$(EXTRA)
 setup-dev: $(VENV)/.installed-dev
@@ -36,6 +39,16 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest $(ARGS)
+
+# Compares with diffusers in an environment of its own, since torch is large: its CPU build if an index offers one.
+parity: $(VENV_PARITY)/.installed
+	$(VENV_PARITY)/bin/python -m tests.parity
+
+$(VENV_PARITY)/.installed: pyproject.toml
+	test -x $(VENV_PARITY)/bin/python || $(PYTHON) -m venv $(VENV_PARITY)
+	$(VENV_PARITY)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(VENV_PARITY)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu]' diffusers accelerate
+	touch $@
 
 bench: setup-dev
 	$(BIN)/python -m experiments.bench $(ARGS)

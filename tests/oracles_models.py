@@ -68,8 +68,12 @@ class Weights:
         return self.layer_norm(x) * (1 + scale) + shift
 
     def time_embedding(self, t: float, size: int = 256) -> Any:
-        # In float64 also for gradients: 1000 t f in float32 would be off by 3e-5.
-        args = t * np.exp(-math.log(10000) * np.arange(size // 2) / (size // 2))
+        # The originals round frequencies and angles to float32, also where the rest is float64.
+        exponents = (
+            np.float32(-math.log(10000)) * np.arange(size // 2, dtype=np.float32) / np.float32(size // 2)
+        )
+        args = np.float32(t) * np.exp(exponents.astype(np.float64)).astype(np.float32)
+        args = args.astype(np.float64)
         return self.xp.asarray(np.concatenate([np.cos(args), np.sin(args)])[None, :])
 
     def attend(self, q: Any, k: Any, v: Any) -> Any:

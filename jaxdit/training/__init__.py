@@ -14,6 +14,7 @@ from ._sample import make_sample_step as make_sample_step
 from ._sample import plan_without_text as plan_without_text
 from ._sharding import bytes_per_device as bytes_per_device
 from ._sharding import module_params as module_params
+from ._sharding import param_shardings as param_shardings
 from ._sharding import shard_axes as shard_axes
 from ._step import StepInputs as StepInputs
 from ._step import StepMetrics as StepMetrics
@@ -42,6 +43,7 @@ __all__ = [
     "make_sample_step",
     "make_train_step",
     "module_params",
+    "param_shardings",
     "plan_without_text",
     "shard_axes",
 ]

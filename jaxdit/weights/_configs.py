@@ -78,7 +78,9 @@ def read_config(path: str | os.PathLike[str], *, compute_dtype: str = "bfloat16"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise WeightsError(f"{path} cannot be read as a model's config ({error}).") from error
+        raise WeightsError(
+            f"{path} cannot be read as a model's config ({error}). A folder in diffusers' layout has a config.json."
+        ) from error
     if not isinstance(values, dict):
         raise WeightsError(f"{path} must hold a JSON object; got {type(values).__name__}.")
     name = values.get("_class_name")

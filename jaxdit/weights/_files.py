@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -219,30 +220,38 @@ def write_files(
     """
     groups = _grouped(sizes, max_file_bytes)
     stem = name.removesuffix(".safetensors")
-    names = (
-        [name]
-        if len(groups) == 1
-        else [f"{stem}-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
-    )
-    partial = folder.with_name(folder.name + ".partial")
-    if is_writer:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    for file, group in zip(names, groups, strict=True):
-        tensors = {tensor: fetch(tensor) for tensor in group}
-        if is_writer:
-            save_file(tensors, partial / file, metadata={"format": "pt"})
-    if not is_writer:
-        return
+    names = [f"{stem}-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
+    names = names if len(groups) > 1 else [name]
+    texts = dict(others)
     if len(groups) > 1:
         weight_map = {tensor: file for file, group in zip(names, groups, strict=True) for tensor in group}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        (partial / (name + _INDEX_SUFFIX)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    for other, text in others.items():
-        (partial / other).write_text(text, encoding="utf-8")
-    if folder.exists():
-        folder.rmdir()
-    partial.rename(folder)
+        texts[name + _INDEX_SUFFIX] = json.dumps(index, indent=2) + "\n"
+    with _appearing(folder, is_writer) as partial:
+        for file, group in zip(names, groups, strict=True):
+            tensors = {tensor: fetch(tensor) for tensor in group}
+            if is_writer:
+                save_file(tensors, partial / file, metadata={"format": "pt"})
+        for file, text in texts.items() if is_writer else ():
+            (partial / file).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _appearing(folder: Path, is_writer: bool) -> Iterator[Path]:
+    """A folder beside, which takes the place of `folder` at the end, and is removed if anything fails."""
+    partial = folder.with_name(folder.name + ".partial")
+    if not is_writer:
+        yield partial
+        return
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _grouped(sizes: Mapping[str, int], most: int) -> list[list[str]]:

@@ -1,5 +1,6 @@
 """Reading a checkpoint straight into the shards of a mesh."""
 
+import math
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -86,8 +87,12 @@ def _check_copies(table: TensorTable, files: TensorFiles) -> None:
             )
 
 
+# A parameter whose shards here are no larger is put together on the host; a larger one on its devices.
+_HOST_BYTES = 32 << 20
+
+
 class _Target:
-    """A parameter being filled: one array a device, updated in place."""
+    """A parameter being filled: one array a device, updated in place; no second copy of a large one is ever made."""
 
     def __init__(self, shape: tuple[int, ...], sharding: jax.sharding.Sharding, dtype: Any) -> None:
         self.shape, self.sharding = shape, sharding
@@ -96,7 +101,11 @@ class _Target:
             for device, index in sharding.addressable_devices_indices_map(shape).items()
         }
         shard = sharding.shard_shape(shape)
-        self.shards = {device: jnp.zeros(shard, dtype, device=device) for device in self.boxes}
+        size = math.prod(shard) * jnp.dtype(dtype).itemsize * len(self.boxes)
+        self.shards: dict[Any, Any] = {
+            device: np.zeros(shard, dtype) if size <= _HOST_BYTES else jnp.zeros(shard, dtype, device=device)
+            for device in self.boxes
+        }
 
     def write(self, box: list[tuple[int, int]], block: np.ndarray, *, transposed: bool) -> None:
         """Write a part of the parameter.
@@ -113,15 +122,20 @@ class _Target:
             if any(start >= stop for start, stop in common):
                 continue
             part = values[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(common, box, strict=True))]
+            start = [a - c for (a, _), (c, _) in zip(common, shard_box, strict=True)]
+            shard = self.shards[device]
+            if isinstance(shard, np.ndarray):
+                shard[tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))] = part
+                continue
             part = part.reshape(part.shape[-block.ndim :])
             sent = jax.device_put(np.ascontiguousarray(part.T if transposed else part), device)
-            start = np.array([a - c for (a, _), (c, _) in zip(common, shard_box, strict=True)], np.int32)
-            self.shards[device] = _update(self.shards[device], sent, start, transposed=transposed)
+            self.shards[device] = _update(shard, sent, np.array(start, np.int32), transposed=transposed)
         # What is on its way is held on the host: no more than one block of it.
         jax.block_until_ready(list(self.shards.values()))
 
     def array(self) -> jax.Array:
-        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, list(self.shards.values()))
+        shards = [jax.device_put(shard, device) for device, shard in self.shards.items()]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="transposed")

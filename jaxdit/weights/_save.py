@@ -1,7 +1,7 @@
 """Writing a model's parameters as a checkpoint that others load."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from ._files import WEIGHTS_NAME, WeightsError, check_target, write_files
 from ._names import Piece, TensorTable, leaf_at
 from ._tables import check_params, table_for, with_positions
 
-__all__ = ["save_params"]
+__all__ = ["named_tensors", "save_params"]
 
 _DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 _ORIGINAL_NAMES = {MMDiTConfig: "flux1.safetensors", DiTConfig: "dit.safetensors"}
@@ -98,6 +98,13 @@ def _fetcher(table: TensorTable, params: Any, dtype: Any) -> Callable[[str], np.
         return found
 
     return fetch
+
+
+def named_tensors(params: Any, config: ModelConfig, layout: str) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, float32 tensor) of all tensors of a checkpoint, without saving it."""
+    table = table_for(config, layout)
+    fetch = _fetcher(table, params, np.float32)
+    return ((name, fetch(name)) for name in table.shapes)
 
 
 class _Layers:

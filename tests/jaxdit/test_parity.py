@@ -1,0 +1,18 @@
+"""Against diffusers' results, recorded by `make parity`: outputs and gradients, sequences packed against one by one."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from tests.parity.cases import CASES
+from tests.parity.ours import BOUNDS, errors, run_ours, write_checkpoint
+
+RECORDED = Path(__file__).parents[1] / "data" / "parity"
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.recorded], ids=lambda case: case.name)
+def test_recorded_results_of_diffusers(case, tmp_path):
+    write_checkpoint(case, tmp_path)
+    found = errors(run_ours(case, tmp_path), load_file(RECORDED / f"{case.name}.safetensors"))
+    assert all(found[group] <= bound for group, bound in BOUNDS.items()), found

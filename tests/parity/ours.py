@@ -1,0 +1,175 @@
+"""The model here on a parity case: all sequences packed into one call, and its distance to the reference."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from jaxdit.models import DiT, ImageLabelRows, ImageTextRows, MMDiT
+from jaxdit.weights import load_params, read_config
+from jaxdit.weights._save import named_tensors
+from jaxdit.weights._tables import table_for
+from parallel import PackedSegments, packed_attention
+from tests.parity.cases import Case, draw_weight, sequences_of
+
+__all__ = ["BOUNDS", "errors", "run_ours", "write_checkpoint"]
+
+# Of `errors` in float32. Frequency gradients: measured 7e-5 at a guidance of 4, see `_FREQUENCY_WEIGHTS`.
+BOUNDS = {
+    "output": 1e-5,
+    "input_gradient": 1e-5,
+    "parameter_gradient": 1e-5,
+    "frequency_gradient": 2e-4,
+}
+
+_GAP = 3  # padding rows after every sequence
+_BLOCK = 32
+
+
+def write_checkpoint(case: Case, folder: Path) -> None:
+    """A diffusers folder with the weights of a case, made without diffusers."""
+    kind = {"flux": "FluxTransformer2DModel", "dit": "DiTTransformer2DModel"}[case.kind]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"_class_name": kind, **case.config}))
+    shapes = table_for(read_config(folder), "diffusers").shapes
+    tensors = {name: draw_weight(name, shape) for name, shape in shapes.items()}
+    save_file(tensors, folder / "diffusion_pytorch_model.safetensors")
+
+
+def run_ours(case: Case, folder: Path, compute_dtype: str = "float32") -> dict[str, np.ndarray]:
+    """As `tests.parity.reference.run_reference`, from a diffusers folder on disk."""
+    config = read_config(folder, compute_dtype=compute_dtype)
+    make = MMDiT if case.kind == "flux" else DiT
+    graph, _ = nnx.split(nnx.eval_shape(lambda: make(config, rngs=nnx.Rngs(0))))
+    params = load_params(folder, config)
+    sequences = sequences_of(case)
+    img_slices, img_rows = _packed([s.img.shape[0] for s in sequences])
+    txt_slices, txt_rows = _packed([s.txt.shape[0] for s in sequences])
+
+    def pack(name: str, slices: Any, rows: int) -> np.ndarray:
+        parts = [getattr(sequence, name) for sequence in sequences]
+        packed = np.zeros((rows, parts[0].shape[1]), parts[0].dtype)
+        for part, where in zip(parts, slices, strict=True):
+            packed[where] = part
+        return packed
+
+    def ids(slices: Any, rows: int) -> np.ndarray:
+        found = np.zeros(rows, np.int32)
+        for i, where in enumerate(slices):
+            found[where] = i + 1
+        return found
+
+    img_ids, txt_ids = ids(img_slices, img_rows), ids(txt_slices, txt_rows)
+    time = np.array([s.time for s in sequences], np.float32)
+    guidance = np.array([s.guidance for s in sequences], np.float32)
+    positions = pack("positions", img_slices, img_rows)
+    if case.kind == "flux":
+        attention = _attention(np.concatenate([txt_ids, img_ids]))
+        inputs = {
+            "img": pack("img", img_slices, img_rows),
+            "txt": pack("txt", txt_slices, txt_rows),
+            "pooled": np.stack([s.pooled for s in sequences]),
+        }
+        rows = ImageTextRows(
+            img=inputs["img"],
+            img_segment_ids=img_ids,
+            img_positions=positions,
+            txt=inputs["txt"],
+            txt_segment_ids=txt_ids,
+            txt_positions=np.zeros((txt_rows, 3), np.int32),
+            time=time,
+            pooled=inputs["pooled"],
+            guidance=guidance if config.guidance_embed else None,
+        )
+    else:
+        attention = _attention(img_ids)
+        inputs = {"img": pack("img", img_slices, img_rows)}
+        labels = np.array([s.label for s in sequences], np.int32)
+        rows = ImageLabelRows(inputs["img"], img_ids, positions, time, labels)
+    rows = jax.tree.map(jnp.asarray, rows)
+    cotangent = pack("cotangent", img_slices, img_rows)
+
+    @jax.jit
+    def run(params: Any, inputs: Any, rows: Any) -> Any:
+        def total(params: Any, inputs: Any) -> Any:
+            out = nnx.merge(graph, params)(rows._replace(**inputs), attention=attention)
+            return jnp.sum(out * cotangent), out
+
+        return jax.grad(total, argnums=(0, 1), has_aux=True)(params, inputs)
+
+    (d_params, d_inputs), out = run(params, jax.tree.map(jnp.asarray, inputs), rows)
+    results = {f"out.{i}": np.asarray(out[where]) for i, where in enumerate(img_slices)}
+    for name, value in d_inputs.items():
+        for i in range(len(sequences)):
+            slices = {"img": img_slices, "txt": txt_slices}.get(name)
+            part = np.asarray(value[i] if slices is None else value[slices[i]])
+            if part.size:
+                results[f"grad.{name}.{i}"] = part
+    gradients = named_tensors(d_params, config, "diffusers")
+    return results | {f"grad.param.{name}": value for name, value in gradients}
+
+
+def _packed(lengths: list[int]) -> tuple[list[slice], int]:
+    starts = np.cumsum([0, *(length + _GAP for length in lengths)])
+    return [slice(int(a), int(a) + n) for a, n in zip(starts[:-1], lengths, strict=True)], int(starts[-1])
+
+
+def _attention(ids: np.ndarray) -> Any:
+    """Packed attention of joint rows: sorted so that a segment's rows are neighbours, one item a head."""
+    order = np.argsort(np.where(ids > 0, ids, ids.max() + 1), kind="stable")
+    inverse = np.argsort(order)
+    rows = -(-len(ids) // _BLOCK) * _BLOCK
+    sorted_ids = np.zeros(rows, np.int32)
+    sorted_ids[: len(ids)] = ids[order]
+    blocks = sorted_ids.reshape(-1, _BLOCK)
+    ranges = []
+    for block in blocks:
+        hits = np.flatnonzero(np.isin(blocks, block[block > 0]).any(1))
+        ranges.append((hits[0], hits[-1] + 1) if len(hits) else (0, 0))
+    table = np.array(ranges, np.int32)
+    segments = PackedSegments(*map(jnp.asarray, (sorted_ids, sorted_ids, table, table)))
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        def head(q: Any, k: Any, v: Any) -> Any:
+            padded = (jnp.pad(x[order], ((0, rows - len(ids)), (0, 0))) for x in (q, k, v))
+            return packed_attention(*padded, segments).out[: len(ids)][inverse]
+
+        heads = [head(q[:, h], k[:, h], v[:, h]) for h in range(q.shape[1])]
+        return jnp.stack(heads, axis=1)
+
+    return attention
+
+
+# Gradients of these are products with sines of up to 5000 f, and torch's exp gives 2 of 128 frequencies f one bit off.
+_FREQUENCY_WEIGHTS = ("timestep_embedder.linear_1.weight", "guidance_embedder.linear_1.weight")
+
+
+def errors(ours: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> dict[str, float]:
+    """Largest max|a - b| / max|b| among outputs, gradients of inputs, of parameters, and of those that meet sinusoids.
+
+    A parameter's gradient is measured against a thousandth of the largest if its own is smaller: some are zero by
+    construction (a key's bias moves all logits of a row alike).
+    """
+    # The same embedder is in every DiT block there, and its gradient is summed in the first.
+    ours = {name: value for name, value in ours.items() if name in reference or ".norm1.emb." not in name}
+    assert ours.keys() == reference.keys(), ours.keys() ^ reference.keys()
+    floor = 1e-3 * max(float(np.abs(value).max()) for name, value in reference.items() if ".param." in name)
+    worst = {"output": 0.0, "input_gradient": 0.0, "parameter_gradient": 0.0, "frequency_gradient": 0.0}
+    for name, value in reference.items():
+        size = max(float(np.abs(value).max()), floor if ".param." in name else 0.0)
+        group = _group(name)
+        worst[group] = max(worst[group], float(np.abs(ours[name] - value).max()) / size)
+    return worst
+
+
+def _group(name: str) -> str:
+    if name.startswith("out."):
+        return "output"
+    if not name.startswith("grad.param."):
+        return "input_gradient"
+    return "frequency_gradient" if name.endswith(_FREQUENCY_WEIGHTS) else "parameter_gradient"
