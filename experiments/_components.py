@@ -21,7 +21,7 @@ from experiments._data_components import quickstart as quickstart
 from experiments._data_components import synthetic as synthetic
 from jaxdit import ResolutionShift, SquareRootShift, euler_sample, heun_sample, linear_schedule
 from jaxdit.encoders import ByteTextEncoder, PrecomputedText
-from jaxdit.models import DiT, MMDiT, MMDiTConfig, dit_config
+from jaxdit.models import DiT, DiTConfig, MMDiT, MMDiTConfig, dit_config
 from jaxdit.training import DiffusionLoss, FlowMatching, Objective, SamplerSettings, TextToImage, TimeShift
 
 
@@ -31,6 +31,7 @@ class ModelSpec:
 
     Attributes:
         make: makes the module from a seed; traced, never run on one device alone.
+        config: of the backbone, for checkpoints of others.
         num_heads, width: of the backbone, for the planner.
         channels: channels of an image row.
         text_channels, pooled_channels: channels of text features the data must bring; 0 where text is bytes.
@@ -40,9 +41,11 @@ class ModelSpec:
         guidance_embed: whether a distilled guidance scale is an input.
         depth: blocks, each of which keeps its input rows for the backward pass.
         dtype: dtype of matrix products.
+        backbone_path: where the backbone's parameters are among the module's.
     """
 
     make: Callable[[int], nnx.Module]
+    config: MMDiTConfig | DiTConfig
     num_heads: int
     width: int
     channels: int
@@ -54,6 +57,7 @@ class ModelSpec:
     guidance_embed: bool = False
     depth: int = 1
     dtype: Any = jnp.float32
+    backbone_path: tuple[str, ...] = ()
 
     @property
     def uses_labels(self) -> bool:
@@ -113,6 +117,8 @@ def text_to_image(
         guidance_embed=guidance_embed,
         depth=config.depth,
         dtype=jnp.dtype(compute_dtype),
+        config=config,
+        backbone_path=("backbone",),
     )
 
 
@@ -121,10 +127,18 @@ def class_to_image(
     name: str = gin.REQUIRED,
     channels: int = 4,
     num_classes: int = 1000,
+    as_diffusers: bool = False,
     compute_dtype: str = "float32",
 ) -> ModelSpec:
-    """A class-conditional DiT by its published name, such as DiT-XL/2; `channels` of the latent image."""
-    config = dit_config(name, channels=channels, num_classes=num_classes, compute_dtype=compute_dtype)
+    """A class-conditional DiT by its published name, such as DiT-XL/2; `channels` of the latent image.
+
+    With `as_diffusers` it computes what diffusers' DiT does, which differs from the original in the frequencies of its
+    embedding of time and in an epsilon; only such a model can be exported to diffusers.
+    """
+    variant = {"time_frequency_shift": 1, "mlp_norm_epsilon": 1e-5} if as_diffusers else {}
+    config = dit_config(
+        name, channels=channels, num_classes=num_classes, compute_dtype=compute_dtype, **variant
+    )
     return ModelSpec(
         make=lambda seed: DiT(config, rngs=nnx.Rngs(seed)),
         num_heads=config.num_heads,
@@ -134,6 +148,7 @@ def class_to_image(
         pixel_channels=channels,
         depth=config.depth,
         dtype=jnp.dtype(compute_dtype),
+        config=config,
     )
 
 
@@ -274,6 +289,7 @@ class RunSettings:
     sample_prompts: tuple[str, ...]
     lookahead: int
     allow_oversized: bool
+    init_from: str | None
 
 
 @gin.configurable(module="experiments")
@@ -303,6 +319,7 @@ def train(
     sample_prompts: Sequence[str] = (),
     lookahead: int = 256,
     allow_oversized: bool = False,
+    init_from: str | None = None,
 ) -> RunSettings:
     """Settings of a training run.
 
@@ -334,6 +351,7 @@ def train(
         lookahead: steps planned at the start to size the program, so that it is compiled once; and again when a step
             needs a larger one.
         allow_oversized: start even if parameters, optimiser and EMA are larger than a device's memory.
+        init_from: safetensors file or folder of a FLUX.1 or DiT checkpoint from which the backbone starts.
     """
     settings = locals()
     settings["sampler"] = SamplerSettings() if sampler is None else sampler

@@ -85,6 +85,7 @@ class Trainer:
         """
         latest = checkpoints.latest()
         if latest is None:
+            self.run.check_pretrained()
             capacity = self._fresh_capacity(0)
             return Start(self.run.init_state(), 0, capacity, None)
         meta = checkpoints.meta(latest)

@@ -36,6 +36,7 @@ from jaxdit.training import (
     bytes_per_device,
     module_params,
 )
+from jaxdit.weights import check_checkpoint, load_params
 from solver import CostModel, RouteCapacity, StepCapacity, Topology, parse_bags
 
 _LOG = logging.getLogger(__name__)
@@ -170,9 +171,32 @@ class Run:
         """Parameters of the model."""
         return sum(math.prod(x.shape) for x in jax.tree.leaves(self.abstract_state.params))
 
+    def check_pretrained(self) -> None:
+        """Refuse a checkpoint to start from that is not of this model; reads names and shapes alone.
+
+        Raises:
+            UserError: naming what differs.
+        """
+        path, model = self.settings.init_from, self.settings.model
+        if path is None:
+            return
+        with checking("train.init_from"):
+            check_checkpoint(path, model.config)
+
     def init_state(self) -> TrainState:
-        """A fresh state."""
-        return self.program.init_state(lambda: self.settings.model.make(self.settings.seed))
+        """A fresh state; the backbone's parameters are those of `init_from`, if it is set."""
+        path, model = self.settings.init_from, self.settings.model
+        loaded: Any = {}
+        if path is not None:
+            _LOG.info("loading %s", path)
+            shardings = self.program.state_shardings().params
+            for name in model.backbone_path:
+                shardings = shardings[name]
+            with checking("train.init_from"):
+                loaded = load_params(path, model.config, shardings=shardings)
+            for name in reversed(model.backbone_path):
+                loaded = {name: loaded}
+        return self.program.init_state(lambda: model.make(self.settings.seed), loaded)
 
     def initial_capacity(self, sampler: Sampler, count: int, start: int = 0) -> StepCapacity:
         """The capacity that holds `count` micro-batches from `start` on."""

@@ -137,21 +137,35 @@ class TrainProgram:
             skipped=replicated,
         )
 
-    def init_state(self, make_module: Callable[[], nnx.Module]) -> TrainState:
-        """A fresh state, made shard by shard: no device holds all parameters unless they are replicated."""
+    def init_state(self, make_module: Callable[[], nnx.Module], loaded: Any = None) -> TrainState:
+        """A fresh state, made shard by shard: no device holds all parameters unless they are replicated.
 
-        def make() -> TrainState:
-            params = module_params(make_module())
+        Args:
+            make_module: makes the module; traced.
+            loaded: parameters to start from instead, nested dicts of some or all of them, with the shardings of the
+                state; donated.
+        """
+
+        def make(loaded: Any) -> TrainState:
+            params = _replaced(module_params(make_module()), loaded)
             zero = jnp.zeros((), jnp.int32)
             copy = jax.tree.map(jnp.copy, params)
             return TrainState(zero, params, copy, self.optimizer.init(params), zero)
 
-        return jax.jit(make, out_shardings=self.state_shardings())()
+        make_state = jax.jit(make, donate_argnums=0, out_shardings=self.state_shardings())
+        return make_state({} if loaded is None else loaded)
 
     def input_shardings(self) -> StepInputs:
         """Shardings of `StepInputs`, as a prefix pytree."""
         by_device = NamedSharding(self.mesh, P(DATA_AXES))
         return StepInputs(by_device, by_device, NamedSharding(self.mesh, P()), by_device)
+
+
+def _replaced(params: Any, loaded: Any) -> Any:
+    """Nested dicts with what `loaded` has in the places of what `params` has."""
+    if not isinstance(loaded, Mapping):
+        return loaded
+    return {**params, **{name: _replaced(params[name], value) for name, value in loaded.items()}}
 
 
 def input_specs() -> StepInputs:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,26 @@ def read_config(path: str | os.PathLike[str], *, compute_dtype: str = "bfloat16"
             raise
         raise WeightsError(f"{path}: {error}") from error
     raise WeightsError(f"{path}: _class_name must be {_FLUX_CLASS} or {_DIT_CLASS}; got {name!r}.")
+
+
+def check_config(path: str | os.PathLike[str], config: ModelConfig) -> None:
+    """Refuse a model that is not the one of a config.json; shapes alone do not tell, for example, numbers of heads.
+
+    Raises:
+        WeightsError: with the settings that differ.
+    """
+    stored = read_config(path, compute_dtype=config.compute_dtype)
+    if type(stored) is not type(config):
+        raise WeightsError(
+            f"{path} is of a {type(stored).__name__}, the model is of a {type(config).__name__}."
+        )
+    differ = [
+        f"{field.name}={getattr(stored, field.name)!r} there, {getattr(config, field.name)!r} here"
+        for field in fields(stored)
+        if getattr(stored, field.name) != getattr(config, field.name)
+    ]
+    if differ:
+        raise WeightsError(f"{path} has a config.json of another model: {'; '.join(differ)}.")
 
 
 def _checked(

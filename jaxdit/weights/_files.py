@@ -217,6 +217,9 @@ def write_files(
         max_file_bytes: most bytes of tensors in a file, and so in host memory, unless one tensor is larger.
         others: text files to write beside, by name.
         is_writer: whether this process writes.
+
+    Raises:
+        OSError: if the system refuses to write.
     """
     groups = _grouped(sizes, max_file_bytes)
     stem = name.removesuffix(".safetensors")
@@ -231,9 +234,16 @@ def write_files(
         for file, group in zip(names, groups, strict=True):
             tensors = {tensor: fetch(tensor) for tensor in group}
             if is_writer:
-                save_file(tensors, partial / file, metadata={"format": "pt"})
+                _save(tensors, partial / file)
         for file, text in texts.items() if is_writer else ():
             (partial / file).write_text(text, encoding="utf-8")
+
+
+def _save(tensors: dict[str, np.ndarray], file: Path) -> None:
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # what the system refuses comes as this
+        raise OSError(str(error)) from error
 
 
 @contextmanager

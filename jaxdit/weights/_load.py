@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,12 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._configs import ModelConfig
+from ._configs import CONFIG_NAME, ModelConfig, check_config
 from ._files import TensorFiles, WeightsError, open_files
 from ._names import Piece, TensorTable, leaf_at, leaves_of
 from ._tables import abstract_params, table_of_files
 
-__all__ = ["load_params"]
+__all__ = ["check_checkpoint", "load_params"]
+
+
+def check_checkpoint(path: str | os.PathLike[str], config: ModelConfig) -> None:
+    """Refuse what `load_params` would, without reading the tensors; and a config.json beside them of another model.
+
+    Raises:
+        WeightsError: with names, and shapes or settings that differ.
+    """
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    if (folder / CONFIG_NAME).is_file():
+        check_config(folder, config)
+    table_of_files(config, open_files(path))
 
 
 def load_params(
@@ -42,8 +55,10 @@ def load_params(
         The parameters as nested dicts, as `nnx.to_pure_dict(nnx.state(model, nnx.Param))` has them.
 
     Raises:
-        WeightsError: for a file that is no complete checkpoint of this model; the names that differ are listed.
+        WeightsError: for a file that is no complete checkpoint of this model, or lies beside a config.json of another
+            one; what differs is listed.
     """
+    check_checkpoint(path, config)
     files = open_files(path)
     table = table_of_files(config, files)
     shapes = abstract_params(config)

@@ -3,8 +3,10 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -30,7 +32,11 @@ _POSITION_TOLERANCE = 2**-8
 
 def abstract_params(config: ModelConfig) -> dict[str, Any]:
     """Shapes of a model's parameters as nested dicts."""
+    return jax.tree.map(lambda leaf: leaf, _abstract_params(config))
 
+
+@lru_cache(maxsize=8)
+def _abstract_params(config: ModelConfig) -> dict[str, Any]:
     def make() -> nnx.Module:
         rngs = nnx.Rngs(0)
         return MMDiT(config, rngs=rngs) if isinstance(config, MMDiTConfig) else DiT(config, rngs=rngs)

@@ -75,7 +75,9 @@ def programs_shared():
         patch.setattr(_sampling, "make_sample_step", _shared(_sampling.make_sample_step, "sample"))
         fresh = TrainProgram.init_state
 
-        def init_state(self, make_module):
+        def init_state(self, make_module, loaded=None):
+            if loaded:
+                return fresh(self, make_module, loaded)
             key = ("init", _compiled_config())
             if key not in _programs:
                 state = fresh(self, make_module)
