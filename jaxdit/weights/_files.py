@@ -21,7 +21,7 @@ _INDEX_SUFFIX = ".index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _DTYPES = ("F64", "F32", "F16", "BF16")
 # Bytes of a tensor read at once.
-_CHUNK_BYTES = 32 << 20
+_CHUNK_BYTES = 8 << 20
 _MOST_NAMED = 8
 
 
@@ -51,7 +51,7 @@ class TensorFiles:
     tensors: Mapping[str, TensorInfo]
 
     def chunks(self, name: str, rows: tuple[int, int]) -> Iterator[tuple[int, np.ndarray]]:
-        """(first row, rows) of a tensor between two rows of its first axis, at most 32 MiB at a time.
+        """(first row, rows) of a tensor between two rows of its first axis, at most 8 MiB at a time.
 
         The file is mapped anew for every chunk, so that pages read before do not stay in this process.
         """

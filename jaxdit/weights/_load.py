@@ -41,7 +41,7 @@ def load_params(
 ) -> dict[str, Any]:
     """Load a FLUX.1 or DiT checkpoint, in diffusers' or the original names, as a model's parameters.
 
-    Global arrays. Each process reads every tensor, at most 32 MiB at a time, and keeps what its devices hold, so host
+    Global arrays. Each process reads every tensor, at most 8 MiB at a time, and keeps what its devices hold, so host
     memory beyond the shards stays below a few such pieces. Nothing is loaded before names, shapes and dtypes of all
     tensors were checked.
 
