@@ -1,5 +1,7 @@
 """Diffusion transformers on packed rows: arrays of tokens with segment ids, no batch dimension."""
 
+from ._adapter import AdapterPart as AdapterPart
+from ._adapter import LowRankAdapter as LowRankAdapter
 from ._dit import DiT as DiT
 from ._dit import position_embedding as position_embedding
 from ._dit_config import DiTConfig as DiTConfig
@@ -23,12 +25,14 @@ __all__ = [
     "FLUX_DEV",
     "FLUX_SCHNELL",
     "REMAT_POLICIES",
+    "AdapterPart",
     "Attention",
     "DiT",
     "DiTConfig",
     "ImageLabelRows",
     "ImageTextRows",
     "LayerScan",
+    "LowRankAdapter",
     "MMDiT",
     "MMDiTConfig",
     "dit_config",

@@ -17,6 +17,7 @@ from ._rope import RopeTable, apply_rope
 __all__ = [
     "EmbedMLP",
     "FinalLayer",
+    "Linear",
     "Mlp",
     "Modulation",
     "NormScale",
@@ -36,11 +37,23 @@ xavier = nnx.initializers.xavier_uniform()
 zeros = nnx.initializers.zeros_init()
 
 
+class Linear(nnx.Linear):
+    """A linear layer with what its adapter adds, if it has one; see `LowRankAdapter`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.adapter = nnx.data(None)
+
+    def __call__(self, x: Float[Array, "n c"]) -> Float[Array, "n d"]:
+        out = super().__call__(x)
+        return out if self.adapter is None else out + self.adapter(x)
+
+
 def linear(
     in_features: int, out_features: int, *, dtype: Any, rngs: nnx.Rngs, init: Any = xavier, bias: bool = True
 ) -> nnx.Linear:
     """A linear layer whose kernel (in, out) is the transpose of PyTorch's weight."""
-    return nnx.Linear(
+    return Linear(
         in_features,
         out_features,
         use_bias=bias,

@@ -8,17 +8,19 @@ import numpy as np
 from ..models import DiTConfig, position_embedding
 from ._names import Rule, TensorTable, pieces_of
 
-__all__ = ["diffusers_table", "original_table", "position_table"]
+__all__ = ["diffusers_rules", "diffusers_table", "original_table", "position_table"]
 
 
 def diffusers_table(config: DiTConfig, shapes: Any) -> TensorTable:
-    """Tensors of a `DiTTransformer2DModel`; `shapes` are the parameters of a `DiT` of this config.
+    """Tensors of a `DiTTransformer2DModel`; `shapes` are the parameters of a `DiT` of this config."""
+    return _table(config, diffusers_rules(config), shapes, "pos_embed.proj.weight")
 
-    Every block there has its own copy of the embedders of time and label.
-    """
+
+def diffusers_rules(config: DiTConfig) -> list[Rule]:
+    """How each module is written by diffusers; every block has a copy of the embedders of time and label there."""
     block, here = "transformer_blocks.{}.", ("blocks",)
     copies = tuple(f"transformer_blocks.{i}.norm1.emb." for i in range(config.depth))
-    rules = [
+    return [
         Rule(path=("img_in",), names=("pos_embed.proj",), patch=(config.patch_size, config.channels)),
         *(
             Rule(
@@ -46,7 +48,6 @@ def diffusers_table(config: DiTConfig, shapes: Any) -> TensorTable:
         Rule(path=("final_layer", "modulation"), names=("proj_out_1",)),
         Rule(path=("final_layer", "linear"), names=("proj_out_2",)),
     ]
-    return _table(config, rules, shapes, "pos_embed.proj.weight")
 
 
 def original_table(config: DiTConfig, shapes: Any) -> TensorTable:

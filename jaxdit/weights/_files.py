@@ -62,6 +62,11 @@ class TensorFiles:
             with _opened(info.file) as file:
                 yield start, file.get_slice(name)[start : min(start + step, rows[1])]
 
+    def scalar(self, name: str) -> float:
+        """The value of a tensor of one element."""
+        with _opened(self.tensors[name].file) as file:
+            return float(np.asarray(file.get_tensor(name), np.float32).reshape(()))
+
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Compare with what a model needs.
 

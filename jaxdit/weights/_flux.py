@@ -5,7 +5,7 @@ from typing import Any
 from ..models import MMDiTConfig
 from ._names import Rule, TensorTable, pieces_of
 
-__all__ = ["diffusers_table", "original_table"]
+__all__ = ["diffusers_rules", "diffusers_table", "original_table"]
 
 
 def _present(rules: list[Rule], shapes: Any) -> list[Rule]:
@@ -15,8 +15,13 @@ def _present(rules: list[Rule], shapes: Any) -> list[Rule]:
 
 def diffusers_table(config: MMDiTConfig, shapes: Any) -> TensorTable:
     """Tensors of a `FluxTransformer2DModel`; `shapes` are the parameters of an `MMDiT` of this config."""
+    return TensorTable(tuple(pieces_of(_present(diffusers_rules(config), shapes), shapes)))
+
+
+def diffusers_rules(config: MMDiTConfig) -> list[Rule]:
+    """How each module is written by diffusers; also of guidance and stacks that the model may not have."""
     embed = "time_text_embed."
-    rules = [
+    return [
         Rule(path=("img_in",), names=("x_embedder",)),
         Rule(path=("txt_in",), names=("context_embedder",)),
         *_embed_mlp("time_in", embed + "timestep_embedder", ".linear_1", ".linear_2"),
@@ -29,7 +34,6 @@ def diffusers_table(config: MMDiTConfig, shapes: Any) -> TensorTable:
         Rule(path=("final_layer", "modulation"), names=("norm_out.linear",), swapped=True),
         Rule(path=("final_layer", "linear"), names=("proj_out",)),
     ]
-    return TensorTable(tuple(pieces_of(_present(rules, shapes), shapes)))
 
 
 def _embed_mlp(path: str, name: str, first: str, second: str) -> list[Rule]:

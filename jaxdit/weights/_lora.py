@@ -1,0 +1,280 @@
+"""LoRA adapters by diffusers' names: added to a model, saved and loaded in the format that diffusers reads."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from ..models import AdapterPart, LowRankAdapter, MMDiTConfig
+from . import _dit, _flux
+from ._configs import ModelConfig
+from ._files import TensorFiles, WeightsError, check_target, open_files, write_files
+from ._names import Rule, leaf_at
+from ._tables import abstract_params
+
+__all__ = ["DEFAULT_TARGETS", "Lora", "add_lora", "load_lora", "merge_lora", "save_lora"]
+
+DEFAULT_TARGETS = (
+    *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+    *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+    *("proj_mlp", "single_transformer_blocks.*.proj_out"),
+)
+"""Projections of attention and MLPs; those that a model does not have are passed over."""
+
+FILE_NAME = "pytorch_lora_weights.safetensors"
+_PREFIX = "transformer."
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Which layers have an adapter, and of what size.
+
+    Attributes:
+        rank: of every adapter.
+        alpha: its product is scaled by alpha / rank; None for the rank.
+        targets: diffusers' names of linear layers: the end of a name, as `to_q` or `attn.to_q`, or a pattern of a whole
+            one, as `single_transformer_blocks.*.proj_out`. All blocks are treated alike.
+
+    Raises:
+        ValueError: for a rank or alpha that is not positive.
+    """
+
+    rank: int
+    alpha: float | None = None
+    targets: tuple[str, ...] = DEFAULT_TARGETS
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not self.scale > 0:
+            raise ValueError(
+                f"Lora: rank and alpha must be positive; got rank={self.rank}, alpha={self.alpha}. Try 16 and None."
+            )
+
+    @property
+    def scale(self) -> float:
+        """Factor on the adapters' products."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A linear layer here, and the adapters it gets: one for each of the published layers that it is."""
+
+    path: tuple[str, ...]
+    parts: tuple[AdapterPart, ...]
+    names: tuple[str, ...]
+
+
+def _rules(config: ModelConfig) -> list[Rule]:
+    rules = _flux.diffusers_rules(config) if isinstance(config, MMDiTConfig) else _dit.diffusers_rules(config)
+    return [rule for rule in rules if "{}" in rule.names[0] and not (rule.swapped or rule.copies)]
+
+
+def _targets(config: ModelConfig, lora: Lora) -> list[_Target]:
+    """Linear layers with adapters.
+
+    Raises:
+        WeightsError: for a target that no layer has, unless it is one of the default ones.
+    """
+    shapes = abstract_params(config)
+    found, known = [], []
+    unused = set(lora.targets) - set(DEFAULT_TARGETS)
+    for rule in _rules(config):
+        module = _at(shapes, rule.path)
+        if not isinstance(module, Mapping) or "kernel" not in module:
+            continue
+        widths = rule.widths or (module["kernel"].shape[-1],)
+        parts, names, start = [], [], 0
+        for name, width in zip(rule.names, widths, strict=True):
+            known.append(name.replace("{}.", "*."))
+            matching = [target for target in lora.targets if _matches(name, target)]
+            if matching:
+                unused -= set(matching)
+                # Names of parts are attributes: no dots.
+                parts.append(AdapterPart(name.split("{}.")[1].replace(".", "_"), start, start + width))
+                names.append(name)
+            start += width
+        if parts:
+            found.append(_Target(rule.path, tuple(parts), tuple(names)))
+    if unused or not found:
+        raise WeightsError(
+            f"targets must be names of the model's linear layers; got {', '.join(sorted(unused)) or 'none'}. They are"
+            f" {', '.join(known)}."
+        )
+    return found
+
+
+def _at(shapes: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        shapes = shapes.get(name) or {}
+    return shapes
+
+
+def _matches(name: str, target: str) -> bool:
+    name = name.format(0)
+    return name == target or name.endswith("." + target) or fnmatch(name, target)
+
+
+def add_lora(module: nnx.Module, config: ModelConfig, lora: Lora, *, rngs: nnx.Rngs) -> None:
+    """Give layers of a `MMDiT` or `DiT` adapters, in place; their parameters are `nnx.LoRAParam`s.
+
+    Args:
+        module: of this config; may be traced.
+        config: of the model.
+        lora: which layers, and how.
+        rngs: source of the initial adapters.
+
+    Raises:
+        WeightsError: for targets that the model does not have.
+    """
+    for target in _targets(config, lora):
+        linear: Any = module
+        for name in target.path:
+            linear = getattr(linear, name)
+        num_layers, inputs, outputs = linear.kernel.shape
+        linear.adapter = LowRankAdapter(
+            inputs,
+            outputs,
+            target.parts,
+            rank=lora.rank,
+            scale=lora.scale,
+            dtype=config.dtype,
+            num_layers=num_layers,
+            rngs=rngs,
+        )
+
+
+def _tensors(config: ModelConfig, lora: Lora) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], int]]:
+    """(name in the file without prefix, shape there, path of the parameter, layer) of all adapters."""
+    shapes = abstract_params(config)
+    for target in _targets(config, lora):
+        num_layers, inputs, _ = leaf_at(shapes, (*target.path, "kernel")).shape
+        for part, name in zip(target.parts, target.names, strict=True):
+            path = (*target.path, "adapter", "parts", part.name)
+            for layer in range(num_layers):
+                there = name.format(layer)
+                yield f"{there}.lora_A.weight", (lora.rank, inputs), (*path, "a"), layer
+                yield f"{there}.lora_B.weight", (part.stop - part.start, lora.rank), (*path, "b"), layer
+
+
+def save_lora(folder: str | os.PathLike[str], params: Any, config: ModelConfig, lora: Lora) -> None:
+    """Save adapters as `pytorch_lora_weights.safetensors`, which diffusers' `load_lora_weights` reads.
+
+    `b` is saved times alpha / rank, since a reader without an alpha takes the rank for it. Float32; with several
+    processes all call it and the first one writes.
+
+    Args:
+        folder: new, or empty.
+        params: nested dicts with the adapters (and perhaps the rest) of a model with `add_lora`.
+        config: of the model.
+        lora: of the adapters.
+
+    Raises:
+        WeightsError: for a folder that is not empty, or targets that the model does not have.
+    """
+    folder = check_target(folder)
+    where = {_PREFIX + name: (path, layer) for name, _, path, layer in _tensors(config, lora)}
+    sizes = {_PREFIX + name: 4 * int(np.prod(shape)) for name, shape, _, _ in _tensors(config, lora)}
+
+    def fetch(name: str) -> np.ndarray:
+        path, layer = where[name]
+        values = np.asarray(_everywhere(leaf_at(params, path)))[layer].T
+        return np.ascontiguousarray(values * np.float32(lora.scale) if path[-1] == "b" else values)
+
+    write_files(
+        folder,
+        FILE_NAME,
+        sizes,
+        fetch,
+        max_file_bytes=1 << 62,
+        others={},
+        is_writer=jax.process_index() == 0,
+    )
+
+
+def _everywhere(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.process_allgather(leaf, tiled=True)
+    return leaf
+
+
+def load_lora(path: str | os.PathLike[str], config: ModelConfig, lora: Lora) -> dict[str, Any]:
+    """Load adapters from a file in diffusers' format, with or without the prefix `transformer.`.
+
+    Args:
+        path: the file, or the folder that holds it.
+        config: of the model.
+        lora: the targets and rank the file must have; its alphas, where it has some, enter the values.
+
+    Returns:
+        Nested dicts of float32 NumPy arrays: the adapters' place among the model's parameters.
+
+    Raises:
+        WeightsError: for a file with other targets, another rank, or of another model.
+    """
+    files = open_files(path)
+    prefix = _PREFIX if any(name.startswith(_PREFIX) for name in files.tensors) else ""
+    expected = list(_tensors(config, lora))
+    alphas = {name for name in files.tensors if name.endswith(".alpha")}
+    shapes = {prefix + name: shape for name, shape, _, _ in expected}
+    files.check({**shapes, **{name: files.tensors[name].shape for name in alphas}})
+    found: dict[tuple[str, ...], list[np.ndarray]] = {}
+    for name, _, leaf_path, _ in expected:
+        values = _read(files, prefix + name).T
+        if leaf_path[-1] == "b":
+            values = values * np.float32(_file_scale(files, prefix + name, lora.rank) / lora.scale)
+        found.setdefault(leaf_path, []).append(values)
+    tree: dict[str, Any] = {}
+    for leaf_path, layers in found.items():
+        at = tree
+        for name in leaf_path[:-1]:
+            at = at.setdefault(name, {})
+        at[leaf_path[-1]] = np.stack(layers)
+    return tree
+
+
+def _read(files: TensorFiles, name: str) -> np.ndarray:
+    chunks = [chunk for _, chunk in files.chunks(name, (0, files.tensors[name].shape[0]))]
+    return np.concatenate(chunks).astype(np.float32)
+
+
+def _file_scale(files: TensorFiles, name: str, rank: int) -> float:
+    """alpha / rank of an adapter, as the file says."""
+    alpha = name.replace(".lora_B.weight", ".alpha")
+    if alpha not in files.tensors:
+        return 1.0
+    return files.scalar(alpha) / rank
+
+
+def merge_lora(params: Any, config: ModelConfig, lora: Lora) -> dict[str, Any]:
+    """Parameters of the plain model that computes the same: kernels with their adapters' products added.
+
+    Args:
+        params: nested dicts of a model with `add_lora`.
+        config: of the model.
+        lora: of its adapters.
+
+    Returns:
+        Nested dicts without adapters; leaves without one are the same arrays.
+    """
+    merged = _without_adapters(params)
+    for target in _targets(config, lora):
+        module = leaf_at(params, target.path)
+        kernel = module["kernel"]
+        for part in target.parts:
+            pair = module["adapter"]["parts"][part.name]
+            kernel = kernel.at[..., part.start : part.stop].add(lora.scale * (pair["a"] @ pair["b"]))
+        leaf_at(merged, target.path)["kernel"] = kernel
+    return merged
+
+
+def _without_adapters(tree: Any) -> Any:
+    if not isinstance(tree, Mapping):
+        return tree
+    return {name: _without_adapters(value) for name, value in tree.items() if name != "adapter"}
