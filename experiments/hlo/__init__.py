@@ -8,5 +8,8 @@ from experiments.hlo._counts import Executions as Executions
 from experiments.hlo._counts import count_executions as count_executions
 from experiments.hlo._counts import trip_count as trip_count
 from experiments.hlo._groups import Traffic as Traffic
+from experiments.hlo._timeline import ModelledStep as ModelledStep
+from experiments.hlo._timeline import collective_seconds as collective_seconds
+from experiments.hlo._timeline import model_step as model_step
 from experiments.hlo._text import Module as Module
 from experiments.hlo._text import parse_module as parse_module

@@ -5,8 +5,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from experiments.hlo._bytes import moved_bytes
 from experiments.hlo._counts import called_computations, trip_count
-from experiments.hlo._text import ArrayShape, Computation, Instruction, Module
+from experiments.hlo._text import Computation, Instruction, Module
 
 FlopRule = Callable[[Computation, Instruction], float | None]
 
@@ -33,7 +34,7 @@ class Work:
 
     Attributes:
         flops: of matrix products and convolutions by dtype of their operands; elementwise work is not counted.
-        num_bytes: operands and results of every instruction: what is read and written if nothing stays in cache.
+        num_bytes: read and written in the device's memory; see `moved_bytes`.
         unknown: custom calls without a rule, with how often they run.
     """
 
@@ -50,7 +51,7 @@ class Work:
 NO_WORK = Work({}, 0.0, {})
 
 
-def add_work(parts: "list[tuple[float, Work]]") -> Work:
+def add_work(parts: list[tuple[float, Work]]) -> Work:
     """The sum of works, each times a factor."""
     flops: dict[str, float] = {}
     unknown: dict[str, float] = {}
@@ -146,7 +147,7 @@ class WorkCounter:
             return add_work([(1.0, self.of_computation(name)) for name in called_computations(instruction)])
         own = Work(
             self._own_flops(computation, instruction),
-            0.0 if fused else computation.operand_bytes(instruction) + instruction.num_bytes,
+            0.0 if fused else moved_bytes(self._module, computation, instruction),
             self._own_unknown(computation, instruction),
         )
         if opcode != "fusion":
@@ -189,7 +190,3 @@ def custom_call_name(instruction: Instruction) -> str:
 def _numbers(text: str) -> list[int]:
     return [int(n) for n in text.split(",") if n.strip()]
 
-
-def result_bytes(shapes: tuple[ArrayShape, ...]) -> int:
-    """Bytes of arrays."""
-    return sum(shape.num_bytes for shape in shapes)

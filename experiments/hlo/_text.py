@@ -71,6 +71,7 @@ class Instruction:
         shapes: arrays of the result; those of a tuple one after another, nested ones flattened.
         operands: names.
         attributes: the rest of the line.
+        parameter: number of a parameter, else -1.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Instruction:
     shapes: tuple[ArrayShape, ...]
     operands: tuple[str, ...]
     attributes: str
+    parameter: int = -1
 
     @property
     def num_bytes(self) -> int:
@@ -118,15 +120,30 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Computation:
-    """A computation: its instructions in printed order; the last root is its result."""
+    """A computation: its instructions in printed order, and the name of the one that is its result."""
 
     name: str
     instructions: tuple[Instruction, ...]
+    root_name: str = ""
 
     @cached_property
     def by_name(self) -> Mapping[str, Instruction]:
         """Its instructions by name."""
         return {instruction.name: instruction for instruction in self.instructions}
+
+    @property
+    def root(self) -> Instruction:
+        """The instruction whose result is the computation's."""
+        return self.by_name[self.root_name]
+
+    @cached_property
+    def users(self) -> Mapping[str, list[Instruction]]:
+        """Instructions that take each value as operand."""
+        found: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions:
+            for name in dict.fromkeys(instruction.operands):
+                found.setdefault(name, []).append(instruction)
+        return found
 
     def operand_shapes(self, instruction: Instruction) -> list[tuple[ArrayShape, ...]]:
         """Shapes of an instruction's operands."""
@@ -169,15 +186,17 @@ def parse_module(text: str) -> Module:
     """
     header = text.partition("\n")[0]
     computations: dict[str, Computation] = {}
-    entry, name, instructions = "", "", []  # type: tuple[str, str, list[Instruction]]
+    entry = name = root = ""
+    instructions: list[Instruction] = []
     for line in text.splitlines()[1:]:
         if line.startswith("}"):
-            computations[name] = Computation(name, tuple(instructions))
+            computations[name] = Computation(name, tuple(instructions), root)
         elif opened := _HEADER.match(line):
             name, instructions = opened[2], []
             entry = name if opened[1] else entry
         elif found := _INSTRUCTION.match(line):
             instructions.append(_instruction(found[2], found[3]))
+            root = found[2] if found[1] else root
     if entry not in computations:
         raise ValueError("parse_module: the text must be an HLO module with an entry; got none.")
     counts = [int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)]
@@ -195,7 +214,8 @@ def _instruction(name: str, text: str) -> Instruction:
         for dtype, dims in _ARRAY.findall(text[:end])
     )
     operands = tuple(_NAME.findall(rest[:stop]))
-    return Instruction(name, opcode, shapes, operands, rest[stop + 1 :].lstrip(", "))
+    number = int(rest[:stop]) if opcode == "parameter" else -1
+    return Instruction(name, opcode, shapes, operands, rest[stop + 1 :].lstrip(", "), number)
 
 
 def _closing(text: str, start: int) -> int:
