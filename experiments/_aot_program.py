@@ -1,9 +1,12 @@
 """The program of a config, with the sizes its planner finds for its data, compiled for GPUs that are not here."""
 
 import logging
+import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +21,7 @@ from experiments._run import make_planner, make_program
 from experiments._run_data import Data, open_data
 from experiments._workdir import checked_settings
 from experiments.data import StepReader
+from experiments.hlo import Buffer, parse_buffers
 from jaxdit.training import (
     StepInputs,
     TrainProgram,
@@ -104,9 +108,13 @@ def _plans(settings: RunSettings, data: Data, planner: Planner) -> Plans:
         capacity=capacity,
         tables=jax.tree.map(lambda x: x[:1], tables),
         block_visits=float(visits.max() / blocks.shape[-2]),
-        sent_fraction=float(plan.rows_sent.max() / capacity.key_route.send) if capacity.key_route.send else 0.0,
+        sent_fraction=float(plan.rows_sent.max() / capacity.key_route.send)
+        if capacity.key_route.send
+        else 0.0,
         across_fraction=(
-            float(plan.rows_across_machines.max() / capacity.key_route.send) if capacity.key_route.send else 0.0
+            float(plan.rows_across_machines.max() / capacity.key_route.send)
+            if capacity.key_route.send
+            else 0.0
         ),
         tokens=int(plan.tokens.sum()),
     )
@@ -194,6 +202,7 @@ class Compiled:
     temp_bytes: int
     lower_s: float
     compile_s: float
+    buffers: Sequence[Buffer] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -206,9 +215,13 @@ def compile_program(run: AbstractRun, *, forward_only: bool) -> Compiled:
     started = time.perf_counter()
     lowered = run.lowered(forward_only=forward_only)
     lowered_at = time.perf_counter()
-    compiled = lowered.compile()
+    _LOG.info("traced in %.0f s, compiling", lowered_at - started)
+    with tempfile.TemporaryDirectory() as dump:
+        # Where temporaries lie and how long they live is only in the compiler's dump.
+        compiled = lowered.compile({"xla_dump_to": dump, "xla_dump_hlo_as_text": True})
+        buffers = _dumped_buffers(Path(dump))
     done = time.perf_counter()
-    _LOG.info("traced in %.0f s, compiled in %.0f s", lowered_at - started, done - lowered_at)
+    _LOG.info("compiled in %.0f s", done - lowered_at)
     memory = compiled.memory_analysis()
     return Compiled(
         text=compiled.as_text(),
@@ -218,4 +231,14 @@ def compile_program(run: AbstractRun, *, forward_only: bool) -> Compiled:
         temp_bytes=memory.temp_size_in_bytes,
         lower_s=lowered_at - started,
         compile_s=done - lowered_at,
+        buffers=buffers,
     )
+
+
+def _dumped_buffers(folder: Path) -> Sequence[Buffer]:
+    # The program's own are the largest: constants are folded by small programs that leave a dump too.
+    found = sorted(folder.glob("*buffer-assignment.txt"), key=lambda path: path.stat().st_size)
+    if not found:
+        return ()
+    lifetimes = found[-1].with_name(found[-1].name.replace("buffer-assignment", "live-range"))
+    return parse_buffers(found[-1].read_text(), lifetimes.read_text()) if lifetimes.is_file() else ()

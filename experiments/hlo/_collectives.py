@@ -1,5 +1,6 @@
 """The collectives of a compiled program: kind, bytes, machines, and what is scheduled under each."""
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class Collective:
         num_arrays: arrays that travel together.
         group_size: devices that take part together.
         traffic: bytes that a device sends in one run.
+        expected: the same, with a ragged exchange as full as the caller says.
         is_upper_bound: whether the bytes are those of the buffer, of which the data decide how much travels.
         under: work scheduled between its start and its end, in one run; none if it is synchronous.
         num_under: instructions that do that work.
@@ -56,6 +58,7 @@ class Collective:
     num_arrays: int
     group_size: int
     traffic: Traffic
+    expected: Traffic
     is_upper_bound: bool
     under: Work
     num_under: int
@@ -68,7 +71,12 @@ class Collective:
 
 
 def find_collectives(
-    module: Module, executions: Executions, counter: WorkCounter, *, per_machine: int
+    module: Module,
+    executions: Executions,
+    counter: WorkCounter,
+    *,
+    per_machine: int,
+    ragged_shares: tuple[float, float] | None = None,
 ) -> list[Collective]:
     """All collectives that run, in order of the text.
 
@@ -77,12 +85,16 @@ def find_collectives(
         executions: how often its computations run.
         counter: of work.
         per_machine: devices of a machine; position d in the mesh is on machine d // per_machine.
+        ragged_shares: of a ragged exchange's buffer, the parts that travel inside the machine and to others; unknown if
+            None, and then all of it does, to all peers alike.
 
     Raises:
         ValueError: if the module is not scheduled.
     """
     if not module.is_scheduled:
-        raise ValueError("find_collectives: the program must be scheduled; got one that is not. Compile it first.")
+        raise ValueError(
+            "find_collectives: the program must be scheduled; got one that is not. Compile it first."
+        )
     inside_async = {
         name for _, _, i in module.walk() if i.opcode == "async-start" for name in i.called.get("calls", ())
     }
@@ -94,7 +106,12 @@ def find_collectives(
         inner = _collective_of(module, instruction)
         if inner is not None:
             span = _span(computation, index, instruction)
-            found.append(_describe(module, inner, _Place(computation, instruction, span, count), counter, per_machine))
+            place = _Place(computation, instruction, span, count)
+            collective = _describe(module, inner, place, counter, per_machine)
+            if collective.is_upper_bound and ragged_shares is not None:
+                parts = (collective.num_bytes * share for share in ragged_shares)
+                collective = dataclasses.replace(collective, expected=Traffic(*parts))
+            found.append(collective)
     return found
 
 
@@ -169,6 +186,7 @@ def _describe(
         num_arrays=1 if kind == "ragged-all-to-all" else len(inner.operands),
         group_size=group_size,
         traffic=traffic,
+        expected=traffic,
         is_upper_bound=kind == "ragged-all-to-all",
         under=add_work([(1.0, counter.of(place.computation, i)) for i in working]) if working else NO_WORK,
         num_under=len(working),

@@ -142,7 +142,9 @@ class WorkCounter:
         if opcode == "while":
             known = trip_count(instruction)
             factor = self._trips if known is None else float(known)
-            return add_work([(factor, self.of_computation(name)) for name in called_computations(instruction)])
+            return add_work(
+                [(factor, self.of_computation(name)) for name in called_computations(instruction)]
+            )
         if opcode in ("call", "conditional"):
             return add_work([(1.0, self.of_computation(name)) for name in called_computations(instruction)])
         own = Work(
@@ -189,4 +191,3 @@ def custom_call_name(instruction: Instruction) -> str:
 
 def _numbers(text: str) -> list[int]:
     return [int(n) for n in text.split(",") if n.strip()]
-

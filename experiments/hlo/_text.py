@@ -112,9 +112,7 @@ class Instruction:
 
     def attribute(self, name: str, opening: str = "", closing: str = ",") -> str:
         """The text of an attribute between two marks; empty if there is none."""
-        found = re.search(
-            rf"\b{name}={re.escape(opening)}(.*?)(?:{re.escape(closing)}|$)", self.attributes
-        )
+        found = re.search(rf"\b{name}={re.escape(opening)}(.*?)(?:{re.escape(closing)}|$)", self.attributes)
         return found[1] if found else ""
 
 

@@ -35,7 +35,7 @@ def work_seconds(work: Work, speeds: Speeds) -> float:
 
 def collective_seconds(collective: Collective, speeds: Speeds) -> float:
     """Modelled seconds of one run of a collective."""
-    return max(collective.traffic.inside / speeds.nvlink, collective.traffic.across / speeds.network)
+    return max(collective.expected.inside / speeds.nvlink, collective.expected.across / speeds.network)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,4 +125,3 @@ class _Simulator:
         return ModelledStep(
             trips * sum(p.total_s for p in parts), trips * sum(p.compute_s for p in parts), waiting
         )
-
