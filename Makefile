@@ -2,13 +2,15 @@
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 VENV ?= .venv
+# For compiling without GPUs: JAX's CUDA wheels, some 6 GB.
+VENV_AOT ?= .venv-aot
 BIN := $(VENV)/bin
 EXTRA ?= cpu
 WORKDIR ?= runs/quickstart
 CONFIG ?= experiments/configs/quickstart.gin
 ARGS ?=
 
-.PHONY: setup setup-dev train sample evaluate test test-all lint bench wheel clean
+.PHONY: setup setup-dev train sample evaluate test test-all lint bench wheel aot setup-aot clean
 
 setup: $(VENV)/.installed-$(EXTRA)
 setup-dev: $(VENV)/.installed-dev
@@ -39,6 +41,13 @@ test-all: lint
 
 bench: setup-dev
 	$(BIN)/python -m experiments.bench $(ARGS)
+
+setup-aot:
+	$(MAKE) VENV=$(VENV_AOT) $(VENV_AOT)/.installed-aot
+
+aot: setup-aot
+	$(VENV_AOT)/bin/python -m pytest tests/aot/check_compiled.py
+	$(VENV_AOT)/bin/python -m experiments.aot_shipped --out docs/aot.json
 
 wheel: setup-dev
 	$(BIN)/python -m build --wheel

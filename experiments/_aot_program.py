@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments._components import RunSettings
@@ -34,6 +34,8 @@ from parallel import DATA_AXES
 from solver import BalancePlan, StepCapacity, step_tables
 
 _LOG = logging.getLogger(__name__)
+
+AnyMesh = Mesh | AbstractMesh
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Requested:
         planner = make_planner(settings, settings.num_devices, padded=False)
         return cls(name, settings, data, planner, _plans(settings, data, planner))
 
-    def program(self, mesh: Mesh) -> TrainProgram:
+    def program(self, mesh: AnyMesh) -> TrainProgram:
         """What the run's programs share, on a mesh."""
         return make_program(self.settings, mesh)
 
@@ -125,7 +127,7 @@ class AbstractRun:
     """A requested run on a mesh of devices that need not be here: its program and its arguments, as shapes."""
 
     requested: Requested
-    mesh: Mesh
+    mesh: AnyMesh
 
     @cached_property
     def program(self) -> TrainProgram:
@@ -165,10 +167,11 @@ class AbstractRun:
         replicated = NamedSharding(self.mesh, P())
         key = _placed(jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")), replicated)
         capacity = self.requested.plans.capacity
-        if not forward_only:
-            return make_train_step(self.program, capacity).lower(self.state, self.inputs, key)
         index = jax.ShapeDtypeStruct((), np.int32, sharding=replicated)
-        return make_eval_step(self.program, capacity).lower(self.state.params, self.inputs, index, key)
+        step: Any = (make_eval_step if forward_only else make_train_step)(self.program, capacity)
+        if forward_only:
+            return step.lower(self.state.params, self.inputs, index, key)
+        return step.lower(self.state, self.inputs, key)
 
 
 def _placed(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -222,8 +222,8 @@ def modelled_report(analysis: Analysis, gpu: Gpu) -> dict[str, Any]:
     return {
         "note": (
             "Computed from peak speeds, never measured: every instruction at the peak of its products or of its memory"
-            " traffic, every collective at its links' speed, no latencies, exchanges of attention as the first plan fills"
-            " them."
+            " traffic, every collective at its links' speed, no latencies, exchanges of attention as full as the first"
+            " plan makes them."
         ),
         "step_s": step.total_s,
         "compute_s": step.compute_s,
@@ -258,7 +258,7 @@ def summary(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parameter_overlap(report: Mapping[str, Any]) -> dict[str, Any]:
-    """For gathers and reduce-scatters in loops over layers: how many there are, and how many have compute under them."""
+    """Of gathers and reduce-scatters in loops over layers: how many there are, how many have compute under them."""
     found: dict[str, Any] = {}
     for kind in ("all-gather", "reduce-scatter"):
         members = [

@@ -143,7 +143,8 @@ def work_lines(report: Mapping[str, Any]) -> list[str]:
         f"{count / 1e12:.1f} TFLOP in {dtype}" for dtype, count in work["flops_by_dtype"].items()
     )
     lines = [
-        f"Matrix products of a device in a step: {flops}, {modelled['flops_at_peak_s'] * 1e3:.0f} ms at peak (modelled).",
+        f"Matrix products of a device in a step: {flops}, {modelled['flops_at_peak_s'] * 1e3:.0f} ms at peak"
+        " (modelled).",
         f"Modelled step {modelled['step_s'] * 1e3:.0f} ms: compute {modelled['compute_s'] * 1e3:.0f} ms, waiting for"
         f" collectives {modelled['waiting_s'] * 1e3:.0f} ms. {modelled['note']}",
     ]
@@ -178,7 +179,8 @@ def report_markdown(report: Mapping[str, Any], figures: Mapping[str, str]) -> st
     settings = report["settings"]
     about = (
         f"{settings['parameters']:,} parameters, {settings['shards']} shards, remat {settings['remat']}, bags"
-        f" {settings['bags']}; {settings['tokens']:,} tokens a micro-batch, {settings['rows_per_device']:,} rows a device."
+        f" {settings['bags']}; {settings['tokens']:,} tokens a micro-batch, {settings['rows_per_device']:,} rows a"
+        " device."
     )
     parts = [
         f"# {report['config']}: {report['program']} on {report['topology']} {report['gpu']}",
@@ -217,7 +219,7 @@ def compare_table(reports: Sequence[Mapping[str, Any]]) -> str:
 
 
 def remat_table(reports: Sequence[Mapping[str, Any]]) -> str:
-    """Rematerialisation policies side by side; what is recomputed is the FLOPs beyond the policy that keeps everything."""
+    """Rematerialisation policies side by side; recomputed are the FLOPs beyond those of the policy with fewest."""
     least = min(r["work"]["flops"] for r in reports)
     rows = [
         [

@@ -26,7 +26,7 @@ _CPU_OPTIONS = {
 # Bytes of parameters that one collective may carry: all of a layer's, whatever the model.
 _LAYER_BYTES = 4 << 30
 _CUDA_OPTIONS = {
-    # Without it every collective is waited for where it starts.
+    # By default every collective in the loops of FLUX.1's step is waited for where it starts.
     "xla_gpu_enable_latency_hiding_scheduler": True,
     # A layer has some twenty parameters. One gather of each would need as many pieces of compute to run under; so the
     # gathers of a layer are one, and the reduce-scatters of its gradients.
@@ -190,9 +190,12 @@ def compiler_options(mesh: Mesh | AbstractMesh) -> dict[str, Any] | None:
     """
     if isinstance(mesh, AbstractMesh):
         return None
-    options = {"cpu": _CPU_OPTIONS, "gpu": _CUDA_OPTIONS, "cuda": _CUDA_OPTIONS}.get(
-        mesh.devices.flat[0].platform
-    )
+    by_platform: dict[str, dict[str, Any]] = {
+        "cpu": _CPU_OPTIONS,
+        "gpu": _CUDA_OPTIONS,
+        "cuda": _CUDA_OPTIONS,
+    }
+    options = by_platform.get(mesh.devices.flat[0].platform)
     if options is None or not _known_to_compiler(mesh, tuple(options.items())):
         return None
     return dict(options)

@@ -29,7 +29,10 @@ _REPLICATE_BELOW = 1024
 
 
 def shard_axis(shape: Sequence[int], degree: int, *, stacked: bool = False) -> int | None:
-    """The axis along which a parameter is sharded: the largest that `degree` divides, the last of equals.
+    """The axis along which a parameter is sharded: the first that `degree` divides.
+
+    Shards of the first axis lie one after another in the gathered array. Of any other axis the compiler keeps a
+    transposed copy of the whole stack to gather from: as many bytes again as the parameters.
 
     Args:
         shape: global shape.
@@ -42,8 +45,7 @@ def shard_axis(shape: Sequence[int], degree: int, *, stacked: bool = False) -> i
     first = 1 if stacked else 0
     if degree == 1 or math.prod(shape[first:]) < _REPLICATE_BELOW:
         return None
-    axes = [i for i in range(first, len(shape)) if shape[i] % degree == 0]
-    return max(axes, key=lambda i: (shape[i], i)) if axes else None
+    return next((i for i in range(first, len(shape)) if shape[i] % degree == 0), None)
 
 
 def gather_leaf(x: Array, axis: int | None, axis_name: AxisName, dtype: Any = None) -> Array:

@@ -23,9 +23,8 @@ AXES = {"w": 2, "u": 1, "b": -1}
     ("shape", "degree", "stacked", "axis"),
     [
         ((1024, 512), 8, False, 0),
-        ((512, 1024), 8, False, 1),
-        ((512, 512), 8, False, 1),  # the last of equals
-        ((1000, 1023), 8, False, 0),  # the largest that is divided
+        ((512, 1024), 8, False, 0),  # the first, however small
+        ((1023, 1000), 8, False, 1),  # that is divided
         ((1001, 1023), 8, False, None),
         ((1024,), 8, False, 0),
         ((1023,), 1023, False, None),  # small
