@@ -47,7 +47,7 @@ setup-aot:
 
 aot: setup-aot
 	$(VENV_AOT)/bin/python -m pytest tests/aot/check_compiled.py
-	$(VENV_AOT)/bin/python -m experiments.aot_shipped --out docs/aot.json
+	$(VENV_AOT)/bin/python -m experiments.aot_shipped --out docs/aot.json --figures docs/images
 
 wheel: setup-dev
 	$(BIN)/python -m build --wheel

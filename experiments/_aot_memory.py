@@ -24,8 +24,8 @@ class HandSum:
         parameters, ema, optimizer, inputs: the program's arguments.
         gradients: float32, one array like the parameters.
         kept: what the forward pass keeps for the backward pass: inputs of layers, or what the policy says.
-        whole_layers: of sharded layers, gathered parameters of two layers and whole gradients of two, and the float32
-            form of one of them that is being scattered.
+        whole_layers: of sharded layers besides those that are kept: parameters that are being gathered, whole gradients
+            of two layers, and the float32 form of those that are being scattered.
         attention: rows of q, k, v in both layouts, their float32 gradients, output and its gradient.
         block: one block's activations and their gradients while it is differentiated.
     """
@@ -58,16 +58,18 @@ def hand_sum(run: AbstractRun, *, forward_only: bool) -> HandSum:
     itemsize = np.dtype(model.dtype).itemsize
     rows = capacity.text + capacity.image
     head_rows = (2 * capacity.key_rows + capacity.query_rows) * (model.width // model.num_heads)
-    layer = _largest_layer(state.params) if settings.shards > 1 else 0
     trains = not forward_only
+    kept, whole_layers = 0, max(_whole_layers(run, 2 * itemsize))
+    if trains:
+        kept, whole_layers = _at_the_peak(run, kept_bytes(run))
     return HandSum(
         parameters=device_bytes(state.params),
         ema=trains * device_bytes(state.ema),
         optimizer=trains * device_bytes(state.opt_state),
         inputs=device_bytes(run.inputs),
         gradients=trains * device_bytes(state.params),
-        kept=kept_bytes(run) if trains else 0,
-        whole_layers=layer * (4 * itemsize + 4 if trains else 2 * itemsize),
+        kept=kept,
+        whole_layers=whole_layers,
         # Forward: sent, received, and both joined with what stays. Backward: float32 gradients besides.
         attention=head_rows * (2 * itemsize + trains * (2 * itemsize + 4)),
         # q, k, v (3), the MLP's hidden rows before and after its nonlinearity (4 + 4), norms and residuals (2); and
@@ -76,14 +78,40 @@ def hand_sum(run: AbstractRun, *, forward_only: bool) -> HandSum:
     )
 
 
-def _largest_layer(params: Any) -> int:
-    """Elements of the largest layer of a stack."""
+def _whole_layers(run: AbstractRun, bytes_of_element: int) -> list[int]:
+    """Bytes of one whole layer of each sharded stack, in the order in which the stacks run."""
     totals: dict[str, int] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(run.state.params):
         for key in path:
             if getattr(key, "key", None) in STACKS:
                 totals[key.key] = totals.get(key.key, 0) + math.prod(leaf.shape[1:])
-    return max(totals.values(), default=0)
+    sharded = run.requested.settings.shards > 1
+    # Double blocks run before single ones, which is the order of their names.
+    return [sharded * totals[name] * bytes_of_element for name in sorted(totals)]
+
+
+def _at_the_peak(run: AbstractRun, kept: int) -> tuple[int, int]:
+    """(kept, whole layers) in the backward pass of the stack in which they are most.
+
+    The last stack starts with all that the forward pass kept; the ones before it find the inputs of its layers gone.
+    """
+    model, capacity = run.requested.settings.model, run.requested.plans.capacity
+    itemsize = np.dtype(model.dtype).itemsize
+    row_bytes = (capacity.text + capacity.image) * model.width * itemsize
+    layers = _whole_layers(run, 3 * itemsize + 4)
+    depths = _depths(run.state.params)
+    options = [(kept - row_bytes * sum(depths[i + 1 :]), layer) for i, layer in enumerate(layers)]
+    return max(options, key=sum)
+
+
+def _depths(params: Any) -> list[int]:
+    """Layers of each stack, in the order in which they run."""
+    found: dict[str, int] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        for key in path:
+            if getattr(key, "key", None) in STACKS:
+                found[key.key] = leaf.shape[0]
+    return [found[name] for name in sorted(found)]
 
 
 def kept_bytes(run: AbstractRun) -> int:

@@ -222,7 +222,7 @@ def modelled_report(analysis: Analysis, gpu: Gpu) -> dict[str, Any]:
     return {
         "note": (
             "Computed from peak speeds, never measured: every instruction at the peak of its products or of its memory"
-            " traffic, every collective at its links' speed, no latencies, exchanges of attention as full as the first"
+            " traffic (nothing stays in a cache: pessimistic for attention in plain XLA), every collective at its links' speed, no latencies, exchanges of attention as full as the first"
             " plan makes them."
         ),
         "step_s": step.total_s,

@@ -29,6 +29,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m experiments.aot_shipped", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--figures", type=Path, help="folder for figures of the first program")
     parser.add_argument("--gpu", default="h100", help="a GPU that is described (default: h100)")
     return parser
 
@@ -45,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
     check_cuda_compiler()
     os.environ["JAX_PLATFORMS"] = "cpu"
     from experiments._aot_dry_run import DryRun
+    from experiments._aot_figures import save_figures
     from experiments._aot_report import Target, summary
     from experiments._aot_text import fits_line, nothing_under_line
     from experiments._disk import check_writable, write_text
@@ -55,6 +57,9 @@ def main(argv: Sequence[str]) -> int:
         label = " ".join([config, *bindings, "forward" if forward_only else "training"])
         report = DryRun(Target(gpu, parse_machines(topology)), forward_only).report(config, bindings, label)
         sys.stdout.write(f"{label}: {fits_line(report)} {nothing_under_line(report)}\n")
+        sys.stdout.flush()
+        if not found and args.figures is not None:
+            save_figures(report, args.figures, "aot_flux")
         found.append({"bindings": list(bindings), **summary(report)})
     write_text(args.out, json.dumps({"schema": 1, "programs": found}, indent=1) + "\n")
     check_flux(found)

@@ -221,7 +221,8 @@ def test_modelled_time_hides_what_compute_is_scheduled_under():
     step = model_step(recorded.module, recorded.collectives, recorded.counter, fast)
     assert step.total_s == pytest.approx(step.compute_s, rel=1e-3)
     slow = model_step(recorded.module, recorded.collectives, recorded.counter, Speeds())
-    assert slow.total_s == pytest.approx(7 * BLOCK_BYTES * 6 / 8 / 1e9, rel=0.2)
+    # Across machines it takes longest: a quarter of the block at 100 MB/s.
+    assert slow.total_s == pytest.approx(7 * BLOCK_BYTES * 2 / 8 / 1e8, rel=0.01)
 
 
 ASSIGNMENT = """BufferAssignment:

@@ -26,6 +26,7 @@ from experiments._platform import compiler_options
 from parallel import DATA_AXES, data_mesh, gather_leaf, sharded_layer_scan
 
 ROWS, WIDTH, LAYERS = 256, 512, 6
+BY_DEVICE = P(DATA_AXES)
 MESH = data_mesh(target_devices(load_gpu("h100"), Machines(2, 4)))
 
 
@@ -90,7 +91,7 @@ def shapes(*arrays):
     ]
 
 
-def compiled(function, arguments, options, out_specs=P(DATA_AXES)):
+def compiled(function, arguments, options, out_specs=BY_DEVICE):
     specs = jax.tree.map(lambda x: x.sharding.spec, arguments)
     mapped = jax.shard_map(function, mesh=MESH, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)
     return jax.jit(mapped, compiler_options=options).lower(*arguments).compile().as_text()
@@ -123,7 +124,7 @@ def _trimmed_config(found):
 
 
 def main():
-    bf16, by_device = jnp.bfloat16, P(DATA_AXES)
+    bf16, by_device = jnp.bfloat16, BY_DEVICE
     rows = shapes(((8 * ROWS, WIDTH), bf16, by_device))
     params = {
         "up": shapes(((LAYERS, WIDTH, 2 * WIDTH), jnp.float32, P(None, "shard")))[0],
