@@ -53,7 +53,7 @@ class HandSum:
 
 def hand_sum(run: AbstractRun, *, forward_only: bool) -> HandSum:
     """The sum for a run's training step, or for its evaluation step."""
-    settings, state = run.requested.settings, run.state
+    state = run.state
     capacity, model = run.requested.plans.capacity, run.requested.settings.model
     itemsize = np.dtype(model.dtype).itemsize
     rows = capacity.text + capacity.image

@@ -169,6 +169,7 @@ def collective_report(collective: Collective) -> dict[str, Any]:
         "kind": collective.kind,
         "name": collective.name,
         "where": collective.op_name,
+        "phase": collective.phase,
         "computation": collective.computation,
         "count": collective.executions,
         "bytes": collective.num_bytes,
@@ -221,9 +222,9 @@ def modelled_report(analysis: Analysis, gpu: Gpu) -> dict[str, Any]:
     flops = analysis.counter.of_program().flops
     return {
         "note": (
-            "Computed from peak speeds, never measured: every instruction at the peak of its products or of its memory"
-            " traffic (nothing stays in a cache: pessimistic for attention in plain XLA), every collective at its links' speed, no latencies, exchanges of attention as full as the first"
-            " plan makes them."
+            "Computed from peak speeds, never measured: an instruction at the peak of its products or of its memory"
+            " traffic (nothing stays in a cache: pessimistic for attention in plain XLA), a collective at its links'"
+            " speed, no latencies, exchanges of attention as full as the first plan makes them."
         ),
         "step_s": step.total_s,
         "compute_s": step.compute_s,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from experiments.hlo._cost import FREE, NO_WORK, Work, WorkCounter, add_work
@@ -37,6 +37,7 @@ class Collective:
         name: of the instruction that starts it.
         computation: that it stands in.
         op_name: where in the traced program it comes from.
+        phase: "forward" or "backward" if what is around it says so, else empty.
         executions: runs of it in one run of the program.
         num_bytes: payload of one run on a device: the whole array, gathered or before it is scattered, or the operand.
         num_arrays: arrays that travel together.
@@ -53,6 +54,7 @@ class Collective:
     name: str
     computation: str
     op_name: str
+    phase: str
     executions: float
     num_bytes: int
     num_arrays: int
@@ -181,6 +183,7 @@ def _describe(
         name=place.instruction.name,
         computation=place.computation.name,
         op_name=place.instruction.op_name or inner.op_name,
+        phase=_phase(place.instruction.op_name or inner.op_name, place.computation, module),
         executions=place.executions,
         num_bytes=num_bytes,
         num_arrays=1 if kind == "ragged-all-to-all" else len(inner.operands),
@@ -192,6 +195,18 @@ def _describe(
         num_under=len(working),
         is_matched=place.span is not None,
     )
+
+
+def _phase(op_name: str, computation: Computation, module: Module) -> str:
+    """From its own name; without one, from its neighbours in a loop's body, which is of one phase."""
+    names = (
+        [op_name]
+        if op_name or computation.name == module.entry
+        else [i.op_name for i in computation.instructions]
+    )
+    if any("transpose(" in name for name in names):
+        return "backward"
+    return "forward" if any("jvp(" in name for name in names) else ""
 
 
 def _owner(module: Module, start: Instruction) -> Computation:
@@ -225,10 +240,3 @@ def _traffic(
         # A reduce-scatter and an all-gather of the same array.
         return ring_traffic(2.0 * operand_bytes, *where), size, operand_bytes
     return ring_traffic(operand_bytes, *where), size, operand_bytes
-
-
-def loops_of(module: Module) -> Iterator[tuple[Computation, Instruction]]:
-    """Loops and the computations they stand in."""
-    for computation, _, instruction in module.walk():
-        if instruction.opcode == "while":
-            yield computation, instruction
