@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -12,7 +13,7 @@ from experiments._program import UserError
 _INSTALL = "pip install 'jaxdit[aot]'"
 # jaxlib ends the process when it meets a flag that it does not know, so another process tries them first.
 _TRY_FLAGS = "import jax; jax.config.update('jax_platforms', 'cpu'); jax.devices()"
-_UNKNOWN_FLAGS = "Unknown flags in XLA_FLAGS:"
+_UNKNOWN_FLAGS = re.compile(r"Unknown flags? in XLA_FLAGS: *(.*)")
 
 
 def check_xla_flags() -> None:
@@ -27,8 +28,8 @@ def check_xla_flags() -> None:
     tried = subprocess.run([sys.executable, "-c", _TRY_FLAGS], capture_output=True, text=True, check=False)
     if tried.returncode == 0:
         return
-    _, found, rest = tried.stderr.partition(_UNKNOWN_FLAGS)
-    unknown = rest.splitlines()[0].strip() if found else flags
+    found = _UNKNOWN_FLAGS.search(tried.stderr)
+    unknown = found[1].strip() if found else flags
     raise UserError(
         f"XLA_FLAGS must be flags that this jaxlib knows; it refuses {unknown}. Take them out; options of a run's own"
         " programs are set by the programs."

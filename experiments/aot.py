@@ -83,7 +83,7 @@ def _variants(args: argparse.Namespace) -> list[tuple[str, list[str], str]]:
         raise UserError("--compare-set changes the config of --compare, which is missing.")
     if args.remat_policies:
         policies = [name.strip() for name in args.remat_policies.split(",")]
-        return [(args.config, [*args.bindings, f"train.remat={name}"], name) for name in policies]
+        return [(args.config, [*args.bindings, f"train.remat='{name}'"], name) for name in policies]
     first = (args.config, args.bindings, _label(args.config, args.bindings))
     if not args.compare:
         return [first]
