@@ -32,6 +32,7 @@ _CUDA_OPTIONS = {
     # gathers of a layer are one, and the reduce-scatters of its gradients.
     "xla_gpu_all_gather_combine_threshold_bytes": _LAYER_BYTES,
     "xla_gpu_reduce_scatter_combine_threshold_bytes": _LAYER_BYTES,
+    "xla_gpu_all_reduce_combine_threshold_bytes": _LAYER_BYTES,
     # In the backward pass a gather, a reduce-scatter and an exchange of attention are under way; the scheduler's
     # default of one makes it choose.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
