@@ -3,6 +3,8 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 VENV ?= .venv
 VENV_PARITY ?= .venv-parity
+# For compiling without GPUs: JAX's CUDA wheels, some 6 GB.
+VENV_AOT ?= .venv-aot
 BIN := $(VENV)/bin
 EXTRA ?= cpu
 # For make parity: torch's CPU build is 'torch --index-url URL-OF-THE-CPU-INDEX', or torch==VERSION+cpu.
@@ -11,7 +13,7 @@ WORKDIR ?= runs/quickstart
 CONFIG ?= experiments/configs/quickstart.gin
 ARGS ?=
 
-.PHONY: setup setup-dev train sample evaluate test test-all lint parity bench wheel clean
+.PHONY: setup setup-dev train sample evaluate test test-all lint parity bench wheel aot setup-aot clean
 
 setup: $(VENV)/.installed-$(EXTRA)
 setup-dev: $(VENV)/.installed-dev
@@ -52,6 +54,13 @@ $(VENV_PARITY)/.installed: pyproject.toml
 
 bench: setup-dev
 	$(BIN)/python -m experiments.bench $(ARGS)
+
+setup-aot:
+	$(MAKE) VENV=$(VENV_AOT) $(VENV_AOT)/.installed-aot
+
+aot: setup-aot
+	$(VENV_AOT)/bin/python -m pytest tests/aot/check_compiled.py
+	$(VENV_AOT)/bin/python -m experiments.aot_shipped --out docs/aot.json --figures docs/images
 
 wheel: setup-dev
 	$(BIN)/python -m build --wheel

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from experiments._config import UserError, checking, one_line
 from parallel import data_mesh
@@ -22,6 +22,20 @@ _MOST_VIRTUAL_DEVICES = 1024
 _CPU_OPTIONS = {
     "xla_cpu_enable_concurrency_optimized_scheduler": False,
     "xla_cpu_copy_insertion_use_region_analysis": True,
+}
+# Bytes of parameters that one collective may carry: all of a layer's, whatever the model.
+_LAYER_BYTES = 4 << 30
+_CUDA_OPTIONS = {
+    # By default every collective in the loops of FLUX.1's step is waited for where it starts.
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    # A layer has some twenty parameters. One gather of each would need as many pieces of compute to run under; so the
+    # gathers of a layer are one, and the reduce-scatters of its gradients.
+    "xla_gpu_all_gather_combine_threshold_bytes": _LAYER_BYTES,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": _LAYER_BYTES,
+    "xla_gpu_all_reduce_combine_threshold_bytes": _LAYER_BYTES,
+    # In the backward pass a gather, a reduce-scatter and an exchange of attention are under way; the scheduler's
+    # default of one makes it choose.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
 # glibc's `mallopt`: parameter and value.
 _MALLOC_OPTIONS = {"trim threshold": (-1, -1), "top pad": (-2, 64 << 20), "mmap threshold": (-3, 32 << 20)}
@@ -171,20 +185,34 @@ def compiler_options(mesh: Mesh | AbstractMesh) -> dict[str, Any] | None:
 
     On virtual CPU devices the default schedule spreads a device's work over threads that the other devices need, and
     the default copy insertion copies the accumulators of attention's loops at every turn: together a quarter of the
-    step. A version of XLA that does not know the options goes without.
+    step. On NVIDIA GPUs the default schedule runs nothing under the gathers of sharded parameters and the
+    reduce-scatters of their gradients; with these options all of them have attention under them (see docs/gpus.md). A
+    version of XLA that does not know the options goes without.
     """
-    if isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].platform != "cpu":
+    if isinstance(mesh, AbstractMesh):
         return None
-    return dict(_CPU_OPTIONS) if _known_to_compiler() else None
+    by_platform: dict[str, dict[str, Any]] = {
+        "cpu": _CPU_OPTIONS,
+        "gpu": _CUDA_OPTIONS,
+        "cuda": _CUDA_OPTIONS,
+    }
+    options = by_platform.get(mesh.devices.flat[0].platform)
+    if options is None or not _known_to_compiler(mesh, tuple(options.items())):
+        return None
+    return dict(options)
 
 
 @functools.cache
-def _known_to_compiler() -> bool:
+def _known_to_compiler(mesh: Mesh, items: tuple[tuple[str, Any], ...]) -> bool:
+    options = dict(items)
     try:
-        jax.jit(lambda: 0, compiler_options=dict(_CPU_OPTIONS)).lower().compile()
+        program = jax.jit(
+            lambda: 0, out_shardings=NamedSharding(mesh, PartitionSpec()), compiler_options=options
+        )
+        program.lower().compile()
     except (RuntimeError, ValueError) as error:
         _LOG.warning(
-            "this XLA does not know the options %s, steps take longer: %s", _CPU_OPTIONS, one_line(str(error))
+            "this XLA does not know the options %s, steps take longer: %s", options, one_line(str(error))
         )
         return False
     return True

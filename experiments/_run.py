@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from experiments._components import ModelSpec, OptimizerSpec, RunSettings
 from experiments._config import UserError, checking
@@ -88,7 +88,7 @@ def make_planner(settings: RunSettings, num_devices: int, *, padded: bool) -> Pl
     )
 
 
-def make_program(settings: RunSettings, mesh: Mesh) -> TrainProgram:
+def make_program(settings: RunSettings, mesh: Mesh | AbstractMesh) -> TrainProgram:
     """What the programs of a run share; an abstract mesh will do for tracing them.
 
     Raises:

@@ -29,7 +29,10 @@ _REPLICATE_BELOW = 1024
 
 
 def shard_axis(shape: Sequence[int], degree: int, *, stacked: bool = False) -> int | None:
-    """The axis along which a parameter is sharded: the largest that `degree` divides, the last of equals.
+    """The axis along which a parameter is sharded: the first that `degree` divides.
+
+    Shards of the first axis lie one after another in the gathered array. Of any other axis the compiler keeps a
+    transposed copy of the whole stack to gather from: as many bytes again as the parameters.
 
     Args:
         shape: global shape.
@@ -42,8 +45,7 @@ def shard_axis(shape: Sequence[int], degree: int, *, stacked: bool = False) -> i
     first = 1 if stacked else 0
     if degree == 1 or math.prod(shape[first:]) < _REPLICATE_BELOW:
         return None
-    axes = [i for i in range(first, len(shape)) if shape[i] % degree == 0]
-    return max(axes, key=lambda i: (shape[i], i)) if axes else None
+    return next((i for i in range(first, len(shape)) if shape[i] % degree == 0), None)
 
 
 def gather_leaf(x: Array, axis: int | None, axis_name: AxisName, dtype: Any = None) -> Array:
@@ -90,19 +92,21 @@ LayerFn = Callable[[Any, Any, Any], Any]
 
 
 def sharded_layer_scan(
-    axes: Any, *, axis_name: AxisName, dtype: Any = None
+    axes: Any, *, axis_name: AxisName, dtype: Any = None, replica_axis: AxisName | None = None
 ) -> Callable[[LayerFn, Any, Any, Any], Any]:
     """A `layer_scan(fn, stacked, carry, consts) -> carry` for parameters sharded over `axis_name`.
 
     Per device: call inside `shard_map`. Every layer is recomputed in the backward pass from its input, which is all
     that is stored. Communication per layer: parameters gathered once forward and once backward in `dtype`, gradients
-    reduce-scattered once in float32.
+    reduce-scattered once in float32 (and all-reduced over `replica_axis`).
 
     Args:
         axes: pytree like `stacked` with the sharded axis of each leaf in the stacked array (layer axis = 0), or -1 for
             a leaf that is replicated (None would vanish from a pytree).
         axis_name: mesh axis, or tuple of axes, of the shards.
         dtype: dtype in which sharded parameters travel; their own by default.
+        replica_axis: mesh axis over which there are copies of every shard: gradients of sharded leaves are then added
+            up over it as well, each after its reduce-scatter and under the same layer. None leaves that to the caller.
 
     Returns:
         The scan. `fn(layer_params, carry, consts) -> carry` may close over integers and other values that need no
@@ -116,10 +120,12 @@ def sharded_layer_scan(
             lambda x, axis: gather_leaf(x, None if axis < 0 else axis - 1, axis_name, dtype), layer, axes
         )
 
+    def scatter_leaf(g: Array, axis: int) -> Array:
+        shard = _scatter_leaf(g, None if axis < 0 else axis - 1, axis_name)
+        return shard if axis < 0 or replica_axis is None else lax.psum(shard, replica_axis)
+
     def scatter(grads: Any) -> Any:
-        return jax.tree.map(
-            lambda g, axis: _scatter_leaf(g, None if axis < 0 else axis - 1, axis_name), grads, axes
-        )
+        return jax.tree.map(scatter_leaf, grads, axes)
 
     def layer_scan(fn: LayerFn, stacked: Any, carry: Any, consts: Any) -> Any:
         count = jax.tree.leaves(stacked)[0].shape[0]

@@ -12,19 +12,25 @@ from ._rows import TokenRows as TokenRows
 from ._sample import SampleInputs as SampleInputs
 from ._sample import make_sample_step as make_sample_step
 from ._sample import plan_without_text as plan_without_text
+from ._sharding import STACKS as STACKS
 from ._sharding import bytes_per_device as bytes_per_device
 from ._sharding import module_params as module_params
 from ._sharding import param_shardings as param_shardings
+from ._sharding import param_specs as param_specs
 from ._sharding import shard_axes as shard_axes
+from ._step import DeviceModel as DeviceModel
 from ._step import StepInputs as StepInputs
 from ._step import StepMetrics as StepMetrics
 from ._step import TrainProgram as TrainProgram
 from ._step import TrainState as TrainState
+from ._step import input_specs as input_specs
 from ._step import make_eval_step as make_eval_step
 from ._step import make_train_step as make_train_step
 
 __all__ = [
+    "STACKS",
     "Context",
+    "DeviceModel",
     "DiffusionLoss",
     "FlowMatching",
     "HomeRows",
@@ -39,11 +45,13 @@ __all__ = [
     "TrainProgram",
     "TrainState",
     "bytes_per_device",
+    "input_specs",
     "make_eval_step",
     "make_sample_step",
     "make_train_step",
     "module_params",
     "param_shardings",
+    "param_specs",
     "plan_without_text",
     "shard_axes",
 ]

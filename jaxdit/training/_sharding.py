@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
+from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallel import SHARD_AXIS, gather_leaf, shard_axis, sharded_layer_scan
+from parallel import DATA_AXES, REPLICA_AXIS, SHARD_AXIS, gather_leaf, shard_axis, sharded_layer_scan
 
 from ..models import LayerScan, scan_layers
 
@@ -80,8 +81,12 @@ def gather_unstacked(shards: Any, axes: Any) -> Any:
     return jax.tree_util.tree_map_with_path(gather, shards, axes)
 
 
-def layer_scan_for(axes: Any, mesh: AnyMesh, *, remat: str, dtype: Any) -> LayerScan:
+def layer_scan_for(
+    axes: Any, mesh: AnyMesh, *, remat: str, dtype: Any, sum_replicas: bool = False
+) -> LayerScan:
     """The layer scan for parameters on this mesh: plain with a remat policy, or sharded with prefetch.
+
+    With `sum_replicas` the sharded one adds up gradients of its sharded parameters over replicas.
 
     Raises:
         ValueError: for a remat policy that the sharded scan cannot follow.
@@ -95,6 +100,7 @@ def layer_scan_for(axes: Any, mesh: AnyMesh, *, remat: str, dtype: Any) -> Layer
             "layer_scan_for: sharded parameters are gathered again in the backward pass, which recomputes whole layers;"
             f" got remat={remat!r}. Use remat='full', or replicate the parameters (shards=1)."
         )
+    replica_axis = REPLICA_AXIS if sum_replicas and mesh.shape[REPLICA_AXIS] > 1 else None
     scans: dict[Any, Callable] = {}
     for stack in _stacks(axes):
         if jax.tree.structure(stack) in scans:
@@ -102,12 +108,28 @@ def layer_scan_for(axes: Any, mesh: AnyMesh, *, remat: str, dtype: Any) -> Layer
                 "layer_scan_for: two stacks of layers with the same parameters cannot be told apart; got"
                 f" {jax.tree.structure(stack)} twice. Make them one stack, or replicate the parameters (shards=1)."
             )
-        scans[jax.tree.structure(stack)] = sharded_layer_scan(stack, axis_name=SHARD_AXIS, dtype=dtype)
+        scans[jax.tree.structure(stack)] = sharded_layer_scan(
+            stack, axis_name=SHARD_AXIS, dtype=dtype, replica_axis=replica_axis
+        )
 
     def layer_scan(fn: Any, stacked: Any, carry: Any, consts: Any) -> Any:
         return scans[jax.tree.structure(stacked)](fn, stacked, carry, consts)
 
     return layer_scan
+
+
+def sum_gradients(grads: Any, axes: Any, *, summed_replicas: bool) -> Any:
+    """Add up over devices what they still hold of each gradient; inside `shard_map`.
+
+    Shards are summed over their group already; with `summed_replicas` those of stacks over replicas too.
+    """
+
+    def total(path: Any, g: jax.Array, axis: int) -> jax.Array:
+        if axis >= 0 and summed_replicas and _is_stacked(path):
+            return g
+        return lax.psum(g, REPLICA_AXIS if axis >= 0 else DATA_AXES)
+
+    return jax.tree_util.tree_map_with_path(total, grads, axes)
 
 
 def _stacks(axes: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from parallel import DATA_AXES, REPLICA_AXIS, PackedKernel, expand_attention, make_balanced_attention
+from parallel import DATA_AXES, PackedKernel, expand_attention, make_balanced_attention
 from solver import StepCapacity, StepTables
 
 from ._objectives import Context, Objective
@@ -33,6 +33,7 @@ from ._sharding import (
     param_shardings,
     param_specs,
     shard_axes,
+    sum_gradients,
 )
 
 
@@ -179,12 +180,19 @@ def _micro_batch(inputs: StepInputs, index: Any) -> tuple[HomeRows, StepTables, 
 
 
 class DeviceModel:
-    """What the programs of a run have in common on one device, for one capacity; used inside `shard_map`."""
+    """What the programs of a run have in common on one device, for one capacity; used inside `shard_map`.
 
-    def __init__(self, program: TrainProgram, capacity: StepCapacity) -> None:
+    Args:
+        program, capacity: of the run.
+        sum_replicas: whether the layer scan adds up gradients over replicas as well.
+    """
+
+    def __init__(self, program: TrainProgram, capacity: StepCapacity, *, sum_replicas: bool = False) -> None:
         self.graph = nnx.graphdef(program.module)
         self.program, self.capacity, self.axes = program, capacity, program.axes
-        self.layer_scan = layer_scan_for(self.axes, program.mesh, remat=program.remat, dtype=program.dtype)
+        self.layer_scan = layer_scan_for(
+            self.axes, program.mesh, remat=program.remat, dtype=program.dtype, sum_replicas=sum_replicas
+        )
 
     def module(self, shards: Any) -> Any:
         return nnx.merge(self.graph, gather_unstacked(shards, self.axes))
@@ -212,11 +220,6 @@ class DeviceModel:
         return loss
 
 
-def _sum_gradients(grads: Any, axes: Any) -> Any:
-    """Add up what devices still hold of each gradient: shards are summed over their group already."""
-    return jax.tree.map(lambda g, axis: lax.psum(g, REPLICA_AXIS if axis >= 0 else DATA_AXES), grads, axes)
-
-
 def _plans_agree(digest: Int[Array, "1 m"]) -> Array:
     return jnp.all(lax.pmax(digest, DATA_AXES) == lax.pmin(digest, DATA_AXES))
 
@@ -234,11 +237,14 @@ def make_train_step(
         `step(state, inputs, key) -> (state, metrics)`. Gradients of all micro-batches are summed in float32 and divided
         once by the global sum of loss weights. An update that is not finite is not applied.
     """
-    device_model = DeviceModel(program, capacity)
-    specs = param_specs(device_model.axes)
+    specs = param_specs(program.axes)
+    sharded = program.mesh.shape["shard"] > 1
 
     def device_gradients(params: Any, inputs: StepInputs, step: Array, key: Any) -> tuple[Any, Array, Array]:
         num_micro = inputs.num_image_tokens.shape[0]
+        # Under the layers' backward while there is one of each; gradients of several micro-batches cross once, summed.
+        summed = sharded and num_micro == 1
+        device_model = DeviceModel(program, capacity, sum_replicas=summed)
 
         def add(carry: Any, index: Any) -> tuple[Any, None]:
             loss = device_model.prepare(inputs, index, step * num_micro + index, key)
@@ -254,7 +260,7 @@ def make_train_step(
         grads, total, weight = sums
         total, weight = lax.psum((total, weight), DATA_AXES)
         scale = 1.0 / jnp.maximum(weight, 1.0)
-        grads = jax.tree.map(lambda g: g * scale, _sum_gradients(grads, device_model.axes))
+        grads = jax.tree.map(lambda g: g * scale, sum_gradients(grads, program.axes, summed_replicas=summed))
         return grads, total * scale, _plans_agree(inputs.plan_digest)
 
     gradients = jax.shard_map(

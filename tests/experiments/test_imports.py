@@ -16,6 +16,9 @@ MODULES = [
     "experiments.train",
     "experiments.sample",
     "experiments.evaluate",
+    "experiments.aot",
+    "experiments.aot_shipped",
+    "experiments._aot_dry_run",
     "experiments.data",
     "experiments._loop",
     "experiments._sampling",
@@ -63,6 +66,8 @@ def test_no_import_starts_a_backend():
         # What `--help` and a mistyped flag should not wait for.
         ("experiments.train", "jax,flax,gin,orbax,matplotlib,grain"),
         ("experiments.sample", "jax,flax,gin,orbax,matplotlib,grain"),
+        ("experiments.aot", "jax,flax,gin,orbax,matplotlib,grain"),
+        ("experiments.aot_shipped", "jax,flax,gin,orbax,matplotlib,grain"),
         ("experiments.evaluate", "jax,flax,gin,orbax,matplotlib,grain,sklearn"),
     ],
 )

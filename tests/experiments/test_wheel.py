@@ -47,6 +47,8 @@ def test_contents(wheel):
         assert f"{package}/py.typed" in names
     shipped = {path.name for path in (ROOT / "experiments" / "configs").glob("*.gin")}
     assert {name.split("/")[-1] for name in names if name.endswith(".gin")} == shipped
+    gpus = {path.name for path in (ROOT / "experiments" / "gpus").iterdir()}
+    assert {name.split("/")[-1] for name in names if name.startswith("experiments/gpus/")} == gpus
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any("test" in name for name in names)
     sources = {str(path.relative_to(ROOT)) for p in packages for path in (ROOT / p).rglob("*.py")}

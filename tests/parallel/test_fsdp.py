@@ -23,9 +23,8 @@ AXES = {"w": 2, "u": 1, "b": -1}
     ("shape", "degree", "stacked", "axis"),
     [
         ((1024, 512), 8, False, 0),
-        ((512, 1024), 8, False, 1),
-        ((512, 512), 8, False, 1),  # the last of equals
-        ((1000, 1023), 8, False, 0),  # the largest that is divided
+        ((512, 1024), 8, False, 0),  # the first, however small
+        ((1023, 1000), 8, False, 1),  # that is divided
         ((1001, 1023), 8, False, None),
         ((1024,), 8, False, 0),
         ((1023,), 1023, False, None),  # small
@@ -67,10 +66,10 @@ def loss_by_loop(params, x, cond, ids):
     return total
 
 
-def sharded_program(mesh, *, dtype=None):
+def sharded_program(mesh, *, replica_axis=None):
     """(loss, gradients of params, x and cond), parameters sharded over `shard`, rows over both axes."""
     specs = {k: P() if axis < 0 else P(*[None] * axis, SHARD_AXIS) for k, axis in AXES.items()}
-    scan = sharded_layer_scan(AXES, axis_name=SHARD_AXIS, dtype=dtype)
+    scan = sharded_layer_scan(AXES, axis_name=SHARD_AXIS, replica_axis=replica_axis)
     both = (REPLICA_AXIS, SHARD_AXIS)
 
     def device(params, x, cond, ids):
@@ -80,7 +79,8 @@ def sharded_program(mesh, *, dtype=None):
             return jnp.sum(jnp.sin(carry["x"])) + carry["total"]
 
         value, (d_params, d_x, d_cond) = jax.value_and_grad(loss, (0, 1, 2))(params, x, cond)
-        d_params = {k: lax.psum(g, REPLICA_AXIS if AXES[k] >= 0 else both) for k, g in d_params.items()}
+        of_shards = () if replica_axis else REPLICA_AXIS
+        d_params = {k: lax.psum(g, of_shards if AXES[k] >= 0 else both) for k, g in d_params.items()}
         return lax.psum(value, both), d_params, d_x, d_cond
 
     return jax.jit(
@@ -95,12 +95,21 @@ def sharded_program(mesh, *, dtype=None):
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "shards", "num_layers"), [(1, 1, 3), (2, 2, 3), (4, 4, 1), (8, 8, 2), (8, 4, 3)]
+    ("num_devices", "shards", "num_layers", "replica_axis"),
+    [
+        (1, 1, 3, None),
+        (2, 2, 3, None),
+        (4, 4, 1, None),
+        (8, 8, 2, None),
+        (8, 4, 3, None),
+        (8, 4, 3, REPLICA_AXIS),
+        (4, 2, 1, REPLICA_AXIS),
+    ],
 )
-def test_values_and_gradients_are_those_of_a_plain_loop(num_devices, shards, num_layers):
+def test_values_and_gradients_are_those_of_a_plain_loop(num_devices, shards, num_layers, replica_axis):
     inputs = draw(num_layers, num_devices)
     mesh = data_mesh(jax.devices()[:num_devices], shards=shards)
-    value, *gradients = sharded_program(mesh)(*inputs)
+    value, *gradients = sharded_program(mesh, replica_axis=replica_axis)(*inputs)
     expected = jax.jit(jax.value_and_grad(loss_by_loop, (0, 1, 2)))(*inputs)
     close(value, expected[0], F32)
     for actual, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected[1]), strict=True):

@@ -1,0 +1,73 @@
+"""What would make a program fit that does not: cheaper settings, by arithmetic on the sum made by hand."""
+
+import dataclasses
+
+from jax.sharding import AbstractMesh, AxisType
+
+from experiments._aot_memory import HandSum, hand_sum
+from experiments._aot_program import AbstractRun, Requested
+from experiments._components import RunSettings
+from experiments._disk import size_text
+from parallel import DATA_AXES
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Remedy:
+    """A cheaper setting.
+
+    Attributes:
+        text: what to set.
+        peak_bytes: predicted bytes of a device.
+        fits: whether they fit.
+    """
+
+    text: str
+    peak_bytes: int
+    fits: bool
+
+
+def remedies(run: AbstractRun, hand: HandSum, peak_bytes: int, limit: int) -> list[Remedy]:
+    """Three cheaper settings with the bytes that they would take.
+
+    Predicted: the compiled peak plus the difference of the sums made by hand.
+
+    Args:
+        run: the run that does not fit.
+        hand: its sum.
+        peak_bytes: its compiled peak.
+        limit: memory of a device.
+    """
+    settings = run.requested.settings
+    full = dataclasses.replace(settings, remat="full")
+    sharded = dataclasses.replace(full, shards=settings.num_devices)
+    sums = {
+        "train.remat=full": hand if settings.remat == "full" else _sum_of(run, full),
+        f"train.shards={settings.num_devices} (with train.remat=full)": (
+            hand if settings == sharded else _sum_of(run, sharded)
+        ),
+        "half the tokens on a device (half the token budget, or twice the devices)": hand.with_tokens(0.5),
+    }
+    found = []
+    for text, total in sums.items():
+        if total is not hand:
+            peak = peak_bytes + total.total - hand.total
+            found.append(Remedy(text, peak, peak <= limit))
+    return found
+
+
+def _sum_of(run: AbstractRun, settings: RunSettings) -> HandSum:
+    shape = (settings.num_devices // settings.shards, settings.shards)
+    mesh = AbstractMesh(shape, DATA_AXES, axis_types=(AxisType.Auto, AxisType.Auto))
+    requested: Requested = dataclasses.replace(run.requested, settings=settings)
+    return hand_sum(AbstractRun(requested, mesh), forward_only=False)
+
+
+def does_not_fit_text(title: str, peak_bytes: int, limit: int, found: list[Remedy]) -> str:
+    """One line: by how much it does not fit, and which cheaper settings would."""
+    by_setting = "; ".join(
+        f"{r.text}: {size_text(max(r.peak_bytes, 0))}, {'fits' if r.fits else 'does not fit'}" for r in found
+    )
+    return (
+        f"the program takes {size_text(peak_bytes)} of the {size_text(limit)} of a {title},"
+        f" {size_text(peak_bytes - limit)} too much. By arithmetic: {by_setting}."
+    )

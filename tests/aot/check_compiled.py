@@ -1,0 +1,94 @@
+"""What the CUDA compiler makes of the training step: needs JAX's CUDA wheels and no GPU; `make aot` runs it.
+
+Not collected by pytest (its name): `python -m pytest tests/aot/check_compiled.py`.
+"""
+
+import pytest
+
+from experiments._aot_dry_run import DryRun
+from experiments._aot_gpus import gpu_names, load_gpu, parse_machines
+from experiments._aot_report import Target, parameter_overlap
+from experiments._program import UserError
+
+# FLUX.1's structure at a size that compiles in a moment.
+SMALL = [
+    "synthetic.codes='g1b2i256f1s0,g1b1i256f2s0,g2b1i256f1s0'",
+    "synthetic.text_channels=64",
+    "synthetic.pooled_channels=32",
+    "synthetic.max_text=64",
+    "text_to_image.text_channels=64",
+    "text_to_image.pooled_channels=32",
+    "text_to_image.width=512",
+    "text_to_image.num_heads=8",
+    "text_to_image.axes_dim=[16, 24, 24]",
+    "text_to_image.num_double_blocks=3",
+    "text_to_image.num_single_blocks=4",
+    "train.num_devices=4",
+    "train.devices_per_machine=2",
+    "train.bags='g2n2'",
+    "train.lookahead=4",
+    "train.allow_oversized=True",
+]
+
+
+def dry_run(*changes, topology="2x2", gpu="h100", forward_only=False):
+    target = Target(load_gpu(gpu), parse_machines(topology))
+    return DryRun(target, forward_only).report("flux_32xh100", [*SMALL, *changes], "small")
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    return dry_run("train.shards=4")
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    return dry_run("train.shards=2")
+
+
+def test_parameters_travel_under_compute(sharded):
+    counts = parameter_overlap(sharded)
+    # Two stacks, forward and backward; and the gradients of each.
+    assert counts["all-gather"]["in_loops"] == 4
+    assert counts["reduce-scatter"]["in_loops"] == 2
+    for kind in counts.values():
+        assert kind["overlapped"] == kind["in_loops"]
+
+
+def test_hybrid_sharding_gathers_inside_machines(hybrid, sharded):
+    def across(report, kind):
+        return sum(c["across_bytes"] for c in report["collectives"] if c["kind"] == kind)
+
+    assert across(sharded, "all-gather") > 0
+    assert across(hybrid, "all-gather") == 0
+    assert across(hybrid, "reduce-scatter") == 0
+    # Gradients cross once, reduced and in float32.
+    assert across(hybrid, "all-reduce") > across(sharded, "all-reduce")
+
+
+def test_gradients_are_reduced_in_float32(sharded):
+    gathers, scatters = (
+        sum(c["bytes"] * c["count"] for c in sharded["collectives"] if c["kind"] == kind and c["count"] > 1)
+        for kind in ("all-gather", "reduce-scatter")
+    )
+    # bfloat16 twice, forward and backward, against float32 once.
+    assert scatters == pytest.approx(gathers, rel=0.01)
+
+
+def test_memory_is_that_of_the_buffers(sharded):
+    memory = sharded["memory"]
+    at_peak = sum(group["bytes"] for group in memory["temporaries"])
+    assert at_peak == pytest.approx(memory["temporaries_bytes"], rel=0.02)
+    assert memory["fits"]
+
+
+@pytest.mark.parametrize("gpu", gpu_names())
+def test_every_described_gpu_compiles(gpu):
+    report = dry_run("train.shards=4", gpu=gpu, forward_only=True)
+    assert report["work"]["flops"] > 0
+    assert report["modelled"]["step_s"] > 0
+
+
+def test_topology_that_the_config_does_not_have():
+    with pytest.raises(UserError, match=r"num_devices=4 GPUs; got 1x8"):
+        dry_run(topology="1x8")
