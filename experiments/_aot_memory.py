@@ -63,7 +63,7 @@ def hand_sum(run: AbstractRun, *, forward_only: bool) -> HandSum:
     if trains:
         kept, whole_layers = _at_the_peak(run, kept_bytes(run))
     return HandSum(
-        parameters=device_bytes(state.params),
+        parameters=device_bytes(state.all_params),
         ema=trains * device_bytes(state.ema),
         optimizer=trains * device_bytes(state.opt_state),
         inputs=device_bytes(run.inputs),
@@ -81,7 +81,7 @@ def hand_sum(run: AbstractRun, *, forward_only: bool) -> HandSum:
 def _whole_layers(run: AbstractRun, bytes_of_element: int) -> list[int]:
     """Bytes of one whole layer of each sharded stack, in the order in which the stacks run."""
     totals: dict[str, int] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(run.state.params):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(run.state.all_params):
         for key in path:
             if getattr(key, "key", None) in STACKS:
                 totals[key.key] = totals.get(key.key, 0) + math.prod(leaf.shape[1:])
@@ -99,7 +99,7 @@ def _at_the_peak(run: AbstractRun, kept: int) -> tuple[int, int]:
     itemsize = np.dtype(model.dtype).itemsize
     row_bytes = (capacity.text + capacity.image) * model.width * itemsize
     layers = _whole_layers(run, 3 * itemsize + 4)
-    depths = _depths(run.state.params)
+    depths = _depths(run.state.all_params)
     options = [(kept - row_bytes * sum(depths[i + 1 :]), layer) for i, layer in enumerate(layers)]
     return max(options, key=sum)
 
@@ -132,7 +132,7 @@ def kept_bytes(run: AbstractRun) -> int:
     specs = (param_specs(program.axes), input_specs(), P())
     jax.eval_shape(
         jax.shard_map(device_loss, mesh=run.mesh, in_specs=specs, out_specs=P(), check_vma=False),
-        run.state.params,
+        run.state.all_params,
         run.inputs,
         key,
     )
@@ -159,7 +159,7 @@ class Shapes:
 def shapes_of(run: AbstractRun) -> Shapes:
     """How temporaries of a run's programs are recognised."""
     layers, shards, wholes = set(), set(), set()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(run.state.params):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(run.state.all_params):
         stacked = any(getattr(key, "key", None) in STACKS for key in path)
         shards.add(tuple(leaf.sharding.shard_shape(leaf.shape)))
         wholes.add(tuple(leaf.shape[1:] if stacked else leaf.shape))

@@ -28,7 +28,6 @@ from jaxdit.training import (
     TrainState,
     make_eval_step,
     make_train_step,
-    module_params,
 )
 from parallel import DATA_AXES
 from solver import BalancePlan, StepCapacity, step_tables
@@ -137,11 +136,7 @@ class AbstractRun:
     @cached_property
     def state(self) -> TrainState:
         """The training state, with shardings."""
-        params = module_params(self.program.module)
-        scalar = jax.ShapeDtypeStruct((), np.int32)
-        moments = jax.eval_shape(self.program.optimizer.init, params)
-        state = TrainState(scalar, params, params, moments, scalar)
-        return jax.tree.map(_placed, state, self.program.state_shardings())
+        return self.program.abstract_state()
 
     @cached_property
     def inputs(self) -> StepInputs:
@@ -170,7 +165,7 @@ class AbstractRun:
         index = jax.ShapeDtypeStruct((), np.int32, sharding=replicated)
         step: Any = (make_eval_step if forward_only else make_train_step)(self.program, capacity)
         if forward_only:
-            return step.lower(self.state.params, self.inputs, index, key)
+            return step.lower(self.state.all_params, self.inputs, index, key)
         return step.lower(self.state, self.inputs, key)
 
 

@@ -110,7 +110,7 @@ def build_report(
 def _num_params(run: AbstractRun) -> int:
     import jax
 
-    return sum(x.size for x in jax.tree.leaves(run.state.params))
+    return sum(x.size for x in jax.tree.leaves(run.state.all_params))
 
 
 def memory_report(

@@ -23,6 +23,7 @@ from jaxdit import ResolutionShift, SquareRootShift, euler_sample, heun_sample, 
 from jaxdit.encoders import ByteTextEncoder, PrecomputedText
 from jaxdit.models import DiT, DiTConfig, MMDiT, MMDiTConfig, dit_config
 from jaxdit.training import DiffusionLoss, FlowMatching, Objective, SamplerSettings, TextToImage, TimeShift
+from jaxdit.weights import DEFAULT_TARGETS, Lora
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +198,13 @@ class OptimizerSpec:
     learning_rate: Callable[[int], optax.Schedule]
 
 
-def _is_kernel(params: Any) -> Any:
+# Names of matrices: of a layer, and of an adapter.
+_DECAYED = ("kernel", "a", "b")
+
+
+def _is_matrix(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: getattr(path[-1], "key", None) == "kernel", params
+        lambda path, _: getattr(path[-1], "key", None) in _DECAYED, params
     )
 
 
@@ -216,7 +221,7 @@ def adamw(
 ) -> OptimizerSpec:
     """AdamW after clipping by global norm; warm-up, then `decay` "constant", "cosine" or "linear" to the end.
 
-    Weight decay is of kernels alone: biases, norm scales and embeddings stay out of it.
+    Weight decay is of kernels and adapters alone: biases, norm scales and embeddings stay out of it.
     """
     shapes = {
         "constant": lambda steps: optax.constant_schedule(learning_rate),
@@ -245,7 +250,7 @@ def adamw(
 
     def make(num_steps: int) -> optax.GradientTransformation:
         clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
-        update = optax.adamw(schedule(num_steps), b1=b1, b2=b2, weight_decay=weight_decay, mask=_is_kernel)
+        update = optax.adamw(schedule(num_steps), b1=b1, b2=b2, weight_decay=weight_decay, mask=_is_matrix)
         return optax.chain(clip, update)
 
     return OptimizerSpec(make, schedule)
@@ -258,6 +263,40 @@ def sampler(num_steps: int = 28, guidance_scale: float = 1.0, method: str = "eul
     if method not in methods:
         raise ValueError(f"sampler: method must be one of {', '.join(methods)}; got method={method!r}.")
     return SamplerSettings(num_steps, guidance_scale, methods[method])
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """Adapters to train in the place of all parameters.
+
+    Attributes:
+        lora: which layers have one, and of what size.
+        frozen_dtype: dtype in which the parameters that are not trained are kept.
+        init_from: file or folder of adapters to start from; None for fresh ones.
+    """
+
+    lora: Lora
+    frozen_dtype: Any
+    init_from: str | None
+
+
+@gin.configurable(module="jaxdit")
+def lora(
+    rank: int = 16,
+    alpha: float | None = None,
+    targets: Sequence[str] = DEFAULT_TARGETS,
+    frozen_dtype: str = "float32",
+    init_from: str | None = None,
+) -> AdapterSpec:
+    """Low-rank adapters; `targets` by diffusers' names or patterns of them, see `jaxdit.weights.Lora`.
+
+    With `frozen_dtype` "bfloat16" the frozen parameters take half the memory; published FLUX.1 weights lose nothing.
+    """
+    if frozen_dtype not in ("float32", "bfloat16"):
+        raise ValueError(
+            f"lora: frozen_dtype must be float32 or bfloat16; got frozen_dtype={frozen_dtype!r}."
+        )
+    return AdapterSpec(Lora(rank, alpha, tuple(targets)), jnp.dtype(frozen_dtype), init_from)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +329,7 @@ class RunSettings:
     lookahead: int
     allow_oversized: bool
     init_from: str | None
+    adapter: AdapterSpec | None
 
 
 @gin.configurable(module="experiments")
@@ -320,6 +360,7 @@ def train(
     lookahead: int = 256,
     allow_oversized: bool = False,
     init_from: str | None = None,
+    adapter: AdapterSpec | None = None,
 ) -> RunSettings:
     """Settings of a training run.
 
@@ -352,6 +393,7 @@ def train(
             needs a larger one.
         allow_oversized: start even if parameters, optimiser and EMA are larger than a device's memory.
         init_from: safetensors file or folder of a FLUX.1 or DiT checkpoint from which the backbone starts.
+        adapter: from `lora`; then its adapters are trained and everything else is frozen.
     """
     settings = locals()
     settings["sampler"] = SamplerSettings() if sampler is None else sampler

@@ -91,7 +91,8 @@ class Trainer:
         meta = checkpoints.meta(latest)
         self.run.check_same_data(meta, checkpoints.directory)
         capacity = self.run.saved_capacity(meta) or self._fresh_capacity(latest)
-        state = checkpoints.restore(self.run.abstract_state, step=latest).state
+        wanted = self.run.abstract_state._replace(frozen={})
+        state = checkpoints.restore(wanted, step=latest).state._replace(frozen=self.run.frozen())
         _LOG.info("going on from step %d of %s", latest, checkpoints.directory)
         return Start(state, latest, capacity, json.loads(meta.get("row", "null")))
 
@@ -132,7 +133,8 @@ class Trainer:
                 # Saved before anything else is made of the state, so that a failure there loses no step.
                 if done % settings.save_every == 0 or done == settings.steps or stopping:
                     metrics.flush()
-                    checkpoints.save(done, state, self.run.meta(done, item.capacity, row))
+                    saved = state._replace(frozen={})  # it lies where it was loaded from
+                    checkpoints.save(done, saved, self.run.meta(done, item.capacity, row))
                 if not stopping:
                     self._periodic(state, done, row)
                 metrics.write(done - 1, row)
@@ -272,13 +274,13 @@ class Trainer:
     def _validate(self, state: TrainState) -> float:
         if self._evaluator is None:
             self._evaluator = _Evaluator(self.run, self._key)
-        return self._evaluator.loss(state.ema)
+        return self._evaluator.loss(state.all_ema)
 
     def _draw_samples(self, state: TrainState, done: int) -> None:
         requests = [parse_request(text, i) for i, text in enumerate(self.run.settings.sample_prompts)]
         if self._pictures is None:
             self._pictures = PictureSampler(self.run, seed=self.run.settings.seed)
-        pictures = self._pictures(state.ema, requests)
+        pictures = self._pictures(state.all_ema, requests)
         if jax.process_index() != 0:
             return
         path = self._samples_path(done)

@@ -222,3 +222,8 @@ def device_memory_bytes(mesh: Mesh) -> int | None:
     """Memory of a device, where the platform tells."""
     stats = mesh.local_devices[0].memory_stats()
     return None if stats is None else stats.get("bytes_limit")
+
+
+def put_everywhere(values: Any, sharding: Any) -> jax.Array:
+    """A global array of values that every process has."""
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])

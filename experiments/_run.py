@@ -17,12 +17,17 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
-from experiments._components import ModelSpec, OptimizerSpec, RunSettings
+from experiments._components import AdapterSpec, ModelSpec, OptimizerSpec, RunSettings
 from experiments._config import UserError, checking
 from experiments._data_components import DataSpec
 from experiments._disk import size_text
 from experiments._feed import Planner, size_capacity
-from experiments._platform import compiler_options, device_memory_bytes, needs_padded_exchange
+from experiments._platform import (
+    compiler_options,
+    device_memory_bytes,
+    needs_padded_exchange,
+    put_everywhere,
+)
 from experiments._run_data import Data
 from experiments.data import Sampler
 from jaxdit.models import scan_layers
@@ -34,9 +39,9 @@ from jaxdit.training import (
     TrainProgram,
     TrainState,
     bytes_per_device,
-    module_params,
+    merged,
 )
-from jaxdit.weights import check_checkpoint, load_params
+from jaxdit.weights import add_lora, check_checkpoint, load_lora, load_params
 from solver import CostModel, RouteCapacity, StepCapacity, Topology, parse_bags
 
 _LOG = logging.getLogger(__name__)
@@ -88,15 +93,27 @@ def make_planner(settings: RunSettings, num_devices: int, *, padded: bool) -> Pl
     )
 
 
+def make_module(settings: RunSettings) -> nnx.Module:
+    """The module of a run, with its adapters if it has some; traced, never run on one device alone."""
+    module = settings.model.make(settings.seed)
+    if settings.adapter is not None:
+        backbone: Any = module
+        for name in settings.model.backbone_path:
+            backbone = getattr(backbone, name)
+        add_lora(backbone, settings.model.config, settings.adapter.lora, rngs=nnx.Rngs(settings.seed))
+    return module
+
+
 def make_program(settings: RunSettings, mesh: Mesh | AbstractMesh) -> TrainProgram:
     """What the programs of a run share; an abstract mesh will do for tracing them.
 
     Raises:
         UserError: for a model whose sizes do not fit together.
     """
+    adapter = settings.adapter
     with checking():
         return TrainProgram(
-            module=nnx.eval_shape(lambda: settings.model.make(settings.seed)),
+            module=nnx.eval_shape(lambda: make_module(settings)),
             objective=settings.objective,
             optimizer=settings.optimizer.make(settings.steps),
             mesh=mesh,
@@ -105,6 +122,8 @@ def make_program(settings: RunSettings, mesh: Mesh | AbstractMesh) -> TrainProgr
             dtype=settings.model.dtype,
             ema_decay=settings.ema_decay,
             compiler_options=compiler_options(mesh),
+            trained=nnx.Param if adapter is None else nnx.LoRAParam,
+            frozen_dtype=np.dtype(np.float32) if adapter is None else adapter.frozen_dtype,
         )
 
 
@@ -155,20 +174,16 @@ class Run:
     @cached_property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
-        params = module_params(self.program.module)
-        scalar = jax.ShapeDtypeStruct((), np.int32)
-        state = TrainState(
-            scalar, params, params, jax.eval_shape(self.program.optimizer.init, params), scalar
-        )
-        return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            state,
-            self.program.state_shardings(),
-        )
+        return self.program.abstract_state()
 
     @property
     def num_params(self) -> int:
-        """Parameters of the model."""
+        """Parameters of the model, trained or not."""
+        return sum(math.prod(x.shape) for x in jax.tree.leaves(self.abstract_state.all_params))
+
+    @property
+    def num_trained(self) -> int:
+        """Trained parameters of the model."""
         return sum(math.prod(x.shape) for x in jax.tree.leaves(self.abstract_state.params))
 
     def check_pretrained(self) -> None:
@@ -182,21 +197,47 @@ class Run:
             return
         with checking("train.init_from"):
             check_checkpoint(path, model.config)
+        adapter = self.settings.adapter
+        if adapter is not None and adapter.init_from is not None:
+            with checking("lora.init_from"):
+                load_lora(adapter.init_from, model.config, adapter.lora)
 
     def init_state(self) -> TrainState:
-        """A fresh state; the backbone's parameters are those of `init_from`, if it is set."""
-        path, model = self.settings.init_from, self.settings.model
-        loaded: Any = {}
-        if path is not None:
-            _LOG.info("loading %s", path)
+        """A fresh state; backbone and adapters are those of `init_from` where it is set."""
+        adapter, loaded = self.settings.adapter, self._pretrained()
+        if adapter is not None and adapter.init_from is not None:
+            with checking("lora.init_from"):
+                found = load_lora(adapter.init_from, self.settings.model.config, adapter.lora)
+            found = self._in_module(found)
             shardings = self.program.state_shardings().params
-            for name in model.backbone_path:
-                shardings = shardings[name]
-            with checking("train.init_from"):
-                loaded = load_params(path, model.config, shardings=shardings)
-            for name in reversed(model.backbone_path):
-                loaded = {name: loaded}
-        return self.program.init_state(lambda: model.make(self.settings.seed), loaded)
+            loaded = merged(loaded, jax.tree.map(put_everywhere, found, shardings))
+        return self.program.init_state(lambda: make_module(self.settings), loaded)
+
+    def frozen(self) -> Any:
+        """The parameters that are not trained, from where they came from."""
+        return {} if self.settings.adapter is None else self._pretrained()
+
+    def _pretrained(self) -> Any:
+        """The backbone's parameters from `init_from`, in their place in the module; nothing without."""
+        settings, program = self.settings, self.program
+        path, model = settings.init_from, settings.model
+        if path is None:
+            return {}
+        _LOG.info("loading %s", path)
+        shardings = program.state_shardings()
+        found = shardings.params if settings.adapter is None else shardings.frozen
+        for name in model.backbone_path:
+            found = found[name]
+        with checking("train.init_from"):
+            return self._in_module(
+                load_params(path, model.config, shardings=found, dtype=program.frozen_dtype)
+            )
+
+    def _in_module(self, params: Any) -> Any:
+        """The backbone's parameters as parameters of the module."""
+        for name in reversed(self.settings.model.backbone_path):
+            params = {name: params}
+        return params
 
     def initial_capacity(self, sampler: Sampler, count: int, start: int = 0) -> StepCapacity:
         """The capacity that holds `count` micro-batches from `start` on."""
@@ -319,7 +360,7 @@ class Run:
             "training data": self.training_data.train.digest,
             "held-out data": "" if validation is None else validation.digest,
             "settings": repr([(name, value) for name, value in settings.items() if isinstance(value, plain)]),
-            "model": repr(jax.tree.map(lambda x: (x.shape, str(x.dtype)), self.abstract_state.params)),
+            "model": repr(jax.tree.map(lambda x: (x.shape, str(x.dtype)), self.abstract_state.all_params)),
         }
         mine = np.array([zlib.crc32(text.encode()) for text in parts.values()], np.uint32)
         everybody = multihost_utils.process_allgather(mine)
@@ -337,9 +378,10 @@ class Run:
         return device_memory_bytes(self.mesh) or _host_memory_bytes() // len(self.mesh.local_devices)
 
     def _state_bytes(self, copies: int) -> int:
-        """Bytes on a device of so many arrays like the parameters."""
-        degree = self.mesh.shape["shard"]
-        return bytes_per_device(self.abstract_state.params, self.program.axes, degree, copies=copies)
+        """Bytes on a device of so many arrays like the trained parameters, and of frozen ones."""
+        degree, program, state = self.mesh.shape["shard"], self.program, self.abstract_state
+        trained = bytes_per_device(state.params, program.trained_axes, degree, copies=copies)
+        return trained + bytes_per_device(state.frozen, program.frozen_axes, degree, copies=1)
 
     def _check_memory(self, copies: int) -> None:
         """Refuse parameters, optimiser and EMA that a device cannot hold, with the arithmetic."""
@@ -347,12 +389,15 @@ class Run:
         needed, available = self._state_bytes(copies), self._memory_bytes()
         if needed <= _MEMORY_SHARE * available or self.settings.allow_oversized:
             return
-        what = " (parameters, two moments, EMA, gradients)" if copies == _COPIES else ""
+        trained = f"{self.num_trained:,} parameters in float32, times {copies}"
+        trained += " (parameters, two moments, EMA, gradients)" if copies == _COPIES else ""
+        frozen = self.num_params - self.num_trained
+        held = f"{frozen:,} frozen parameters in {self.program.frozen_dtype} and " if frozen else ""
         more = (
             "" if degree == self.mesh.devices.size else f" Raise train.shards (now {degree}) to shard them,"
         )
         raise UserError(
-            f"{self.num_params:,} parameters in float32, times {copies}{what}, over {degree}"
+            f"{held}{trained}, over {degree}"
             f" shard{'s' * (degree > 1)} are {size_text(needed)} a device, of {size_text(available)} at most"
             f" {_MEMORY_SHARE:.0%} may be used.{more} use more devices, or set train.allow_oversized=True."
         )
@@ -402,6 +447,24 @@ def check_settings(settings: RunSettings) -> None:
             " sharded layers are gathered and computed again in the backward pass."
         )
     _check_objective(settings)
+    _check_adapter(settings)
+
+
+def _check_adapter(settings: RunSettings) -> None:
+    """Refuse adapters of a model that is not there."""
+    if settings.adapter is None:
+        return
+    if settings.init_from is None:
+        raise UserError(
+            "train.adapter trains small additions to a model that stays as it is: give the model, train.init_from."
+        )
+    if settings.model.max_text is not None:
+        raise UserError(
+            "train.adapter freezes everything else, and a text encoder trained along would stay untrained; got"
+            f" text_to_image.max_text={settings.model.max_text}. Use text features, max_text=None."
+        )
+    with checking("lora"):
+        nnx.eval_shape(lambda: make_module(settings))
 
 
 def _check_parts(settings: RunSettings) -> None:
@@ -413,6 +476,8 @@ def _check_parts(settings: RunSettings) -> None:
         "optimizer": (OptimizerSpec, "@adamw()"),
         "sampler": (SamplerSettings, "@sampler()"),
     }
+    if settings.adapter is not None:
+        parts["adapter"] = (AdapterSpec, "@lora()")
     for name, (kind, example) in parts.items():
         value = getattr(settings, name)
         if not isinstance(value, kind):

@@ -149,13 +149,14 @@ def load_run(workdir: Path, bindings: Sequence[str], num_devices: int | None = N
 
     from experiments._checkpoint import Checkpoints
     from experiments._run import Run
+    from jaxdit.training import merged
 
     mesh = _platform.make_mesh(settings.num_devices, settings.shards)
     run = Run.make(settings, mesh, None)
     with Checkpoints(workdir, read_only=True) as checkpoints:
         restored = checkpoints.restore({"ema": run.abstract_state.ema}, partial=True)
     _LOG.info("EMA weights of step %d of %s", restored.step, workdir)
-    return OpenedRun(run, restored.state["ema"], restored.step)
+    return OpenedRun(run, merged(run.frozen(), restored.state["ema"]), restored.step)
 
 
 def _on_devices(count: int | None) -> list[str]:

@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         if start.step >= settings.steps:
             trainer.finish(start)
             return 0
-        check_disk_space(workdir, state_bytes(run.abstract_state), settings.keep)
+        check_disk_space(workdir, state_bytes(run.abstract_state._replace(frozen={})), settings.keep)
         # Only now is it sure that the folder is this run's: nothing of another run has been overwritten.
         _workdir.describe(run, workdir)
         trainer.train(start, checkpoints)

@@ -15,7 +15,7 @@ backward scan starts: no others outlive their step.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +92,12 @@ LayerFn = Callable[[Any, Any, Any], Any]
 
 
 def sharded_layer_scan(
-    axes: Any, *, axis_name: AxisName, dtype: Any = None, replica_axis: AxisName | None = None
+    axes: Any,
+    *,
+    axis_name: AxisName,
+    dtype: Any = None,
+    replica_axis: AxisName | None = None,
+    trained: Any = None,
 ) -> Callable[[LayerFn, Any, Any, Any], Any]:
     """A `layer_scan(fn, stacked, carry, consts) -> carry` for parameters sharded over `axis_name`.
 
@@ -107,6 +112,8 @@ def sharded_layer_scan(
         dtype: dtype in which sharded parameters travel; their own by default.
         replica_axis: mesh axis over which there are copies of every shard: gradients of sharded leaves are then added
             up over it as well, each after its reduce-scatter and under the same layer. None leaves that to the caller.
+        trained: pytree like `stacked` of bools: leaves that get a gradient; all by default. The others cost neither the
+            products of their gradients nor memory for them.
 
     Returns:
         The scan. `fn(layer_params, carry, consts) -> carry` may close over integers and other values that need no
@@ -114,40 +121,74 @@ def sharded_layer_scan(
         which are floating point.
     """
 
-    def fetch(stacked: Any, i: Any) -> Any:
-        layer = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), stacked)
-        return jax.tree.map(
-            lambda x, axis: gather_leaf(x, None if axis < 0 else axis - 1, axis_name, dtype), layer, axes
-        )
+    keep = jax.tree.leaves(jax.tree.map(lambda _: True, axes) if trained is None else trained)
+    parts = _Parts(jax.tree.structure(axes), tuple(keep))
+
+    def fetch(stacked: _Divided, i: Any) -> _Divided:
+        def leaf(x: Array, axis: int) -> Array:
+            layer = lax.dynamic_index_in_dim(x, i, keepdims=False)
+            return gather_leaf(layer, None if axis < 0 else axis - 1, axis_name, dtype)
+
+        return jax.tree.map(leaf, stacked, parts.divide(axes))
 
     def scatter_leaf(g: Array, axis: int) -> Array:
         shard = _scatter_leaf(g, None if axis < 0 else axis - 1, axis_name)
         return shard if axis < 0 or replica_axis is None else lax.psum(shard, replica_axis)
 
     def scatter(grads: Any) -> Any:
-        return jax.tree.map(scatter_leaf, grads, axes)
+        return jax.tree.map(scatter_leaf, grads, parts.divide(axes).trained)
 
     def layer_scan(fn: LayerFn, stacked: Any, carry: Any, consts: Any) -> Any:
         count = jax.tree.leaves(stacked)[0].shape[0]
 
-        def forward(stacked, carry, consts):
+        def apply(params: _Divided, carry: Any, consts: Any) -> Any:
+            return fn(parts.join(params), carry, consts)
+
+        def forward(trained, frozen, carry, consts):
+            stacked = _Divided(trained, frozen)
+
             def body(state, i):
                 carry, params = state
                 following = fetch(stacked, jnp.minimum(i + 1, count - 1))
-                return (fn(params, carry, consts), following), carry
+                return (apply(params, carry, consts), following), carry
 
             (out, last), inputs = lax.scan(body, (carry, fetch(stacked, 0)), jnp.arange(count))
             return out, (stacked, inputs, last, consts)
 
         def backward(saved, d_carry):
             stacked, inputs, last, consts = saved
-            return _backward_scan(fn, fetch, scatter, (stacked, inputs, last, consts), d_carry)
+            d_trained, d_carry, d_consts = _backward_scan(
+                apply, fetch, scatter, (stacked, inputs, last, consts), d_carry
+            )
+            return d_trained, None, d_carry, d_consts
 
         run = jax.custom_vjp(lambda *args: forward(*args)[0])
         run.defvjp(forward, backward)
-        return run(stacked, carry, consts)
+        return run(*parts.divide(stacked), carry, consts)
 
     return layer_scan
+
+
+class _Divided(NamedTuple):
+    """Leaves of a layer's parameters that get a gradient, and those that do not."""
+
+    trained: list[Any]
+    frozen: list[Any]
+
+
+class _Parts(NamedTuple):
+    """How the leaves of a pytree are divided."""
+
+    treedef: Any
+    keep: tuple[bool, ...]
+
+    def divide(self, tree: Any) -> _Divided:
+        leaves = list(zip(self.treedef.flatten_up_to(tree), self.keep, strict=True))
+        return _Divided([x for x, kept in leaves if kept], [x for x, kept in leaves if not kept])
+
+    def join(self, parts: _Divided) -> Any:
+        trained, frozen = iter(parts.trained), iter(parts.frozen)
+        return self.treedef.unflatten([next(trained) if kept else next(frozen) for kept in self.keep])
 
 
 def _backward_scan(fn: LayerFn, fetch: Callable, scatter: Callable, saved: Any, d_carry: Any) -> Any:
@@ -160,7 +201,9 @@ def _backward_scan(fn: LayerFn, fetch: Callable, scatter: Callable, saved: Any, 
         earlier = fetch(stacked, jnp.maximum(i - 1, 0))
         # The gradient of layer i + 1; in the first step there is none, and the zeros are overwritten in the next.
         d_stacked = _write(d_stacked, scatter(pending), jnp.minimum(i + 1, count - 1))
-        _, vjp = jax.vjp(fn, params, carry, consts)
+        _, vjp = jax.vjp(
+            lambda *args: fn(params._replace(trained=args[0]), *args[1:]), params.trained, carry, consts
+        )
         d_params, d_carry, d_layer_consts = vjp(d_carry)
         d_consts = jax.tree.map(
             lambda total, part: total + part.astype(jnp.float32), d_consts, d_layer_consts
@@ -171,13 +214,13 @@ def _backward_scan(fn: LayerFn, fetch: Callable, scatter: Callable, saved: Any, 
         d_carry,
         jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), consts),
         last,
-        jax.tree.map(jnp.zeros_like, last),
-        jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), stacked),
+        jax.tree.map(jnp.zeros_like, last.trained),
+        jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), stacked.trained),
     )
     state, _ = lax.scan(body, start, (jnp.arange(count), inputs), reverse=True)
     d_carry, d_consts, _, pending, d_stacked = state
     d_stacked = _write(d_stacked, scatter(pending), 0)
-    return _cast_like(d_stacked, stacked), d_carry, _cast_like(d_consts, consts)
+    return _cast_like(d_stacked, stacked.trained), d_carry, _cast_like(d_consts, consts)
 
 
 def _cast_like(tree: Any, like: Any) -> Any:

@@ -59,7 +59,7 @@ class LowRankAdapter(nnx.Module):
         stack = () if num_layers is None else (num_layers,)
         bound = 1 / math.sqrt(inputs)
 
-        def make(part: AdapterPart) -> nnx.Dict:
+        def make(part: AdapterPart) -> Any:
             a = jax.random.uniform(
                 rngs.params(), (*stack, inputs, rank), jnp.float32, minval=-bound, maxval=bound
             )

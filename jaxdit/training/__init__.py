@@ -14,6 +14,7 @@ from ._sample import make_sample_step as make_sample_step
 from ._sample import plan_without_text as plan_without_text
 from ._sharding import STACKS as STACKS
 from ._sharding import bytes_per_device as bytes_per_device
+from ._sharding import merged as merged
 from ._sharding import module_params as module_params
 from ._sharding import param_shardings as param_shardings
 from ._sharding import param_specs as param_specs
@@ -49,6 +50,7 @@ __all__ = [
     "make_eval_step",
     "make_sample_step",
     "make_train_step",
+    "merged",
     "module_params",
     "param_shardings",
     "param_specs",

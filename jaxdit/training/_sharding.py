@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import lax
@@ -22,9 +23,36 @@ REPLICATED = -1
 AnyMesh = Mesh | AbstractMesh
 
 
-def module_params(module: nnx.Module) -> dict[str, Any]:
-    """The module's parameters as nested dicts of arrays."""
-    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+def module_params(module: nnx.Module, kind: Any = nnx.Param) -> dict[str, Any]:
+    """The module's parameters (of a kind, such as `nnx.LoRAParam`) as nested dicts of arrays."""
+    return nnx.to_pure_dict(nnx.state(module, kind))
+
+
+def picked(tree: Any, like: Any) -> Any:
+    """Of nested dicts, the leaves at whose paths `like` has something."""
+    if not isinstance(like, Mapping):
+        return tree
+    return {name: picked(tree[name], value) for name, value in like.items()}
+
+
+def without(tree: Any, like: Any) -> Any:
+    """Of nested dicts, the leaves at whose paths `like` has nothing; no empty dicts."""
+    if not isinstance(tree, Mapping):
+        return tree
+    rest = {}
+    for name, value in tree.items():
+        if name not in like:
+            rest[name] = value
+        elif isinstance(value, Mapping) and (inner := without(value, like[name])):
+            rest[name] = inner
+    return rest
+
+
+def merged(first: Any, second: Any) -> Any:
+    """Nested dicts with the leaves of both; of a path in both, the second's."""
+    if not isinstance(first, Mapping) or not isinstance(second, Mapping):
+        return second
+    return {**first, **{name: merged(first.get(name, {}), value) for name, value in second.items()}}
 
 
 def _is_stacked(path: tuple[Any, ...]) -> bool:
@@ -82,11 +110,12 @@ def gather_unstacked(shards: Any, axes: Any) -> Any:
 
 
 def layer_scan_for(
-    axes: Any, mesh: AnyMesh, *, remat: str, dtype: Any, sum_replicas: bool = False
+    axes: Any, mesh: AnyMesh, *, remat: str, dtype: Any, sum_replicas: bool = False, trained: Any = None
 ) -> LayerScan:
     """The layer scan for parameters on this mesh: plain with a remat policy, or sharded with prefetch.
 
-    With `sum_replicas` the sharded one adds up gradients of its sharded parameters over replicas.
+    With `sum_replicas` the sharded one adds up gradients of its sharded parameters over replicas; `trained`, bools like
+    `axes`, says which parameters have one.
 
     Raises:
         ValueError: for a remat policy that the sharded scan cannot follow.
@@ -102,14 +131,15 @@ def layer_scan_for(
         )
     replica_axis = REPLICA_AXIS if sum_replicas and mesh.shape[REPLICA_AXIS] > 1 else None
     scans: dict[Any, Callable] = {}
-    for stack in _stacks(axes):
+    trained = jax.tree.map(lambda _: True, axes) if trained is None else trained
+    for stack, stack_trained in zip(_stacks(axes), _stacks(trained), strict=True):
         if jax.tree.structure(stack) in scans:
             raise NotImplementedError(
                 "layer_scan_for: two stacks of layers with the same parameters cannot be told apart; got"
                 f" {jax.tree.structure(stack)} twice. Make them one stack, or replicate the parameters (shards=1)."
             )
         scans[jax.tree.structure(stack)] = sharded_layer_scan(
-            stack, axis_name=SHARD_AXIS, dtype=dtype, replica_axis=replica_axis
+            stack, axis_name=SHARD_AXIS, dtype=dtype, replica_axis=replica_axis, trained=stack_trained
         )
 
     def layer_scan(fn: Any, stacked: Any, carry: Any, consts: Any) -> Any:
@@ -140,9 +170,9 @@ def _stacks(axes: Any) -> list[Any]:
 
 
 def bytes_per_device(params: Any, axes: Any, degree: int, *, copies: int) -> int:
-    """Bytes of float32 that a device holds of the parameters and of `copies` - 1 arrays like them."""
+    """Bytes that a device holds of the parameters and of `copies` - 1 arrays like them."""
 
     def size(leaf: Any, axis: int) -> int:
-        return math.prod(leaf.shape) * 4 // (degree if axis >= 0 else 1)
+        return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize // (degree if axis >= 0 else 1)
 
     return copies * sum(jax.tree.leaves(jax.tree.map(size, params, axes)))

@@ -28,12 +28,15 @@ from ._sharding import (
     AnyMesh,
     gather_unstacked,
     layer_scan_for,
+    merged,
     module_params,
     optimizer_shardings,
     param_shardings,
     param_specs,
+    picked,
     shard_axes,
     sum_gradients,
+    without,
 )
 
 
@@ -45,6 +48,8 @@ class TrainState(NamedTuple):
         params, ema: parameters and their moving average, float32.
         opt_state: the optimiser's state.
         skipped: int32 scalar, steps whose loss, gradient or update was not finite; they changed nothing else.
+        frozen: parameters that are not trained; empty where all are. They stay what they were, and no checkpoint of a
+            run needs them.
     """
 
     step: Any
@@ -52,6 +57,17 @@ class TrainState(NamedTuple):
     ema: Any
     opt_state: Any
     skipped: Any
+    frozen: Any = {}  # noqa: RUF012 (an empty pytree, never changed)
+
+    @property
+    def all_params(self) -> Any:
+        """Trained and frozen parameters."""
+        return merged(self.frozen, self.params)
+
+    @property
+    def all_ema(self) -> Any:
+        """The moving average of trained parameters, and the frozen ones."""
+        return merged(self.frozen, self.ema)
 
 
 class StepInputs(NamedTuple):
@@ -102,6 +118,9 @@ class TrainProgram:
         ema_decay: decay of the moving average per step, reached after a warm-up: (1 + t) / (10 + t) at step t if less.
         kernel: block computation of packed attention; chosen by platform if None.
         compiler_options: as `jax.jit` takes them; None for the defaults.
+        trained: kind of the parameters that are trained: `nnx.Param` for all, `nnx.LoRAParam` for adapters beside
+            parameters that are frozen.
+        frozen_dtype: dtype in which frozen parameters are kept.
     """
 
     module: nnx.Module
@@ -114,6 +133,8 @@ class TrainProgram:
     ema_decay: float = 0.999
     kernel: PackedKernel | None = None
     compiler_options: Mapping[str, Any] | None = None
+    trained: Any = nnx.Param
+    frozen_dtype: Any = jnp.float32
 
     def jit(self, function: Callable[..., Any], **options: Any) -> Any:
         """`jax.jit` with the run's compiler options."""
@@ -122,13 +143,28 @@ class TrainProgram:
 
     @property
     def axes(self) -> Any:
-        """The sharded axis of every parameter."""
+        """The sharded axis of every parameter, trained or not."""
         return shard_axes(module_params(self.module), self.mesh.shape["shard"])
+
+    @property
+    def trained_params(self) -> Any:
+        """Trained parameters, as the module has them (perhaps as shapes)."""
+        return module_params(self.module, self.trained)
+
+    @property
+    def trained_axes(self) -> Any:
+        """The sharded axis of every trained parameter."""
+        return picked(self.axes, self.trained_params)
+
+    @property
+    def frozen_axes(self) -> Any:
+        """The sharded axis of every frozen parameter."""
+        return without(self.axes, self.trained_params)
 
     def state_shardings(self) -> TrainState:
         """Shardings of a `TrainState`."""
-        params = module_params(self.module)
-        shardings = param_shardings(self.axes, self.mesh)
+        params = self.trained_params
+        shardings = param_shardings(self.trained_axes, self.mesh)
         replicated = NamedSharding(self.mesh, P())
         return TrainState(
             step=replicated,
@@ -136,7 +172,25 @@ class TrainProgram:
             ema=shardings,
             opt_state=optimizer_shardings(self.optimizer, params, shardings, self.mesh),
             skipped=replicated,
+            frozen=param_shardings(self.frozen_axes, self.mesh),
         )
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of a `TrainState`."""
+        state = jax.eval_shape(partial(self._state, {}), module_params(self.module))
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            state,
+            self.state_shardings(),
+        )
+
+    def _state(self, loaded: Any, params: Any) -> TrainState:
+        params = merged(params, loaded)
+        trained = picked(params, self.trained_params)
+        frozen = jax.tree.map(lambda x: x.astype(self.frozen_dtype), without(params, trained))
+        zero = jnp.zeros((), jnp.int32)
+        copy = jax.tree.map(jnp.copy, trained)
+        return TrainState(zero, trained, copy, self.optimizer.init(trained), zero, frozen)
 
     def init_state(self, make_module: Callable[[], nnx.Module], loaded: Any = None) -> TrainState:
         """A fresh state, made shard by shard: no device holds all parameters unless they are replicated.
@@ -148,10 +202,7 @@ class TrainProgram:
         """
 
         def make(loaded: Any) -> TrainState:
-            params = _replaced(module_params(make_module()), loaded)
-            zero = jnp.zeros((), jnp.int32)
-            copy = jax.tree.map(jnp.copy, params)
-            return TrainState(zero, params, copy, self.optimizer.init(params), zero)
+            return self._state(loaded, module_params(make_module()))
 
         make_state = jax.jit(make, donate_argnums=0, out_shardings=self.state_shardings())
         return make_state({} if loaded is None else loaded)
@@ -160,13 +211,6 @@ class TrainProgram:
         """Shardings of `StepInputs`, as a prefix pytree."""
         by_device = NamedSharding(self.mesh, P(DATA_AXES))
         return StepInputs(by_device, by_device, NamedSharding(self.mesh, P()), by_device)
-
-
-def _replaced(params: Any, loaded: Any) -> Any:
-    """Nested dicts with what `loaded` has in the places of what `params` has."""
-    if not isinstance(loaded, Mapping):
-        return loaded
-    return {**params, **{name: _replaced(params[name], value) for name, value in loaded.items()}}
 
 
 def input_specs() -> StepInputs:
@@ -191,7 +235,15 @@ class DeviceModel:
         self.graph = nnx.graphdef(program.module)
         self.program, self.capacity, self.axes = program, capacity, program.axes
         self.layer_scan = layer_scan_for(
-            self.axes, program.mesh, remat=program.remat, dtype=program.dtype, sum_replicas=sum_replicas
+            self.axes,
+            program.mesh,
+            remat=program.remat,
+            dtype=program.dtype,
+            sum_replicas=sum_replicas,
+            trained=merged(
+                jax.tree.map(lambda _: False, self.axes),
+                jax.tree.map(lambda _: True, program.trained_params),
+            ),
         )
 
     def module(self, shards: Any) -> Any:
@@ -207,13 +259,15 @@ class DeviceModel:
             step=step,
         )
 
-    def prepare(self, inputs: StepInputs, index: Any, step: Any, key: Any) -> Callable[[Any], Any]:
+    def prepare(
+        self, inputs: StepInputs, index: Any, step: Any, key: Any, frozen: Any = None
+    ) -> Callable[[Any], Any]:
         home, tables, num_image_tokens = _micro_batch(inputs, index)
         rows = to_token_layout(home, tables, self.capacity, num_image_tokens, DATA_AXES)
         context = self.context(tables, step, key)
 
         def loss(shards: Any) -> tuple[Array, Array]:
-            module = self.module(shards)
+            module = self.module(shards if frozen is None else merged(frozen, shards))
             sums = self.program.objective.loss(module, rows, context)
             return sums.total, sums.weight
 
@@ -237,17 +291,19 @@ def make_train_step(
         `step(state, inputs, key) -> (state, metrics)`. Gradients of all micro-batches are summed in float32 and divided
         once by the global sum of loss weights. An update that is not finite is not applied.
     """
-    specs = param_specs(program.axes)
+    specs, axes = param_specs(program.trained_axes), program.trained_axes
     sharded = program.mesh.shape["shard"] > 1
 
-    def device_gradients(params: Any, inputs: StepInputs, step: Array, key: Any) -> tuple[Any, Array, Array]:
+    def device_gradients(
+        params: Any, frozen: Any, inputs: StepInputs, step: Array, key: Any
+    ) -> tuple[Any, Array, Array]:
         num_micro = inputs.num_image_tokens.shape[0]
         # Under the layers' backward while there is one of each; gradients of several micro-batches cross once, summed.
         summed = sharded and num_micro == 1
         device_model = DeviceModel(program, capacity, sum_replicas=summed)
 
         def add(carry: Any, index: Any) -> tuple[Any, None]:
-            loss = device_model.prepare(inputs, index, step * num_micro + index, key)
+            loss = device_model.prepare(inputs, index, step * num_micro + index, key, frozen)
             (total, weight), grads = jax.value_and_grad(loss, has_aux=True)(params)
             return jax.tree.map(jnp.add, carry, (grads, total, weight)), None
 
@@ -260,19 +316,19 @@ def make_train_step(
         grads, total, weight = sums
         total, weight = lax.psum((total, weight), DATA_AXES)
         scale = 1.0 / jnp.maximum(weight, 1.0)
-        grads = jax.tree.map(lambda g: g * scale, sum_gradients(grads, program.axes, summed_replicas=summed))
+        grads = jax.tree.map(lambda g: g * scale, sum_gradients(grads, axes, summed_replicas=summed))
         return grads, total * scale, _plans_agree(inputs.plan_digest)
 
     gradients = jax.shard_map(
         device_gradients,
         mesh=program.mesh,
-        in_specs=(specs, input_specs(), P(), P()),
+        in_specs=(specs, param_specs(program.frozen_axes), input_specs(), P(), P()),
         out_specs=(specs, P(), P()),
         check_vma=False,  # custom gradients and integer tables defeat the replication checker
     )
 
     def step(state: TrainState, inputs: StepInputs, key: Any) -> tuple[TrainState, StepMetrics]:
-        grads, loss, agree = gradients(state.params, inputs, state.step, key)
+        grads, loss, agree = gradients(state.params, state.frozen, inputs, state.step, key)
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         new_state, finite = _updated(program, state, grads, finite)
@@ -301,6 +357,7 @@ def _updated(program: TrainProgram, state: TrainState, grads: Any, finite: Array
         ema=keep(ema, state.ema),
         opt_state=keep(opt_state, state.opt_state),
         skipped=state.skipped + jnp.where(finite, 0, 1),
+        frozen=state.frozen,
     )
     return new_state, finite
 
@@ -311,9 +368,9 @@ def make_eval_step(
     """The jitted evaluation step for one capacity.
 
     Returns:
-        `step(params, inputs, index, key) -> (total, weight)`: summed loss and summed weights of micro-batch 0 over all
-        devices; `index` names its random draws. Dividing the totals of all batches by their weights is safe with
-        unequal batches.
+        `step(params, inputs, index, key) -> (total, weight)`: of all parameters, frozen ones included, the summed loss
+        and summed weights of micro-batch 0 over all devices; `index` names its random draws. Dividing the totals of all
+        batches by their weights is safe with unequal batches.
     """
     device_model = DeviceModel(program, capacity)
 

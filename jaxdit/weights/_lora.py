@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -261,12 +262,12 @@ def merge_lora(params: Any, config: ModelConfig, lora: Lora) -> dict[str, Any]:
         lora: of its adapters.
 
     Returns:
-        Nested dicts without adapters; leaves without one are the same arrays.
+        Nested dicts without adapters; kernels that had one are float32, other leaves are the same arrays.
     """
     merged = _without_adapters(params)
     for target in _targets(config, lora):
         module = leaf_at(params, target.path)
-        kernel = module["kernel"]
+        kernel = module["kernel"].astype(jnp.float32)
         for part in target.parts:
             pair = module["adapter"]["parts"][part.name]
             kernel = kernel.at[..., part.start : part.stop].add(lora.scale * (pair["a"] @ pair["b"]))

@@ -1,0 +1,188 @@
+"""Runs that train adapters: nothing else changes, nothing else is saved, and shards give what copies give."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from experiments import export, train
+from jaxdit.models import MMDiTConfig
+from jaxdit.weights import Lora, abstract_params, load_lora, load_params, save_params
+from tests.experiments._program_cases import arrays, bindings, losses, programs_shared, run
+
+CONFIG = MMDiTConfig(
+    in_channels=16,
+    text_channels=16,
+    pooled_channels=16,
+    width=64,
+    num_heads=4,
+    num_double_blocks=2,
+    num_single_blocks=3,
+    axes_dim=(4, 6, 6),
+)
+GIN = """
+import experiments._components
+train.model = @text_to_image()
+train.objective = @flow_matching()
+train.data = @synthetic()
+train.optimizer = @adamw()
+train.adapter = @lora()
+train.init_from = '{weights}'
+train.num_devices = 4
+train.bags = 'g2n2'
+train.steps = 3
+train.block = 32
+train.save_every = 3
+train.lookahead = 4
+train.remat = 'full'
+synthetic.codes = 'g2b2i64f1s0,g2b1i128f1s0'
+synthetic.channels = 16
+synthetic.text_channels = 16
+synthetic.pooled_channels = 16
+synthetic.max_text = 12
+text_to_image.width = 64
+text_to_image.num_heads = 4
+text_to_image.num_double_blocks = 2
+text_to_image.num_single_blocks = 3
+text_to_image.axes_dim = [4, 6, 6]
+text_to_image.channels = 16
+text_to_image.text_channels = 16
+text_to_image.pooled_channels = 16
+text_to_image.max_text = None
+adamw.learning_rate = 0.01
+lora.rank = 4
+lora.alpha = 8.0
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick():
+    with programs_shared():
+        yield
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A folder with weights and a config that fine-tunes them."""
+    root = tmp_path_factory.mktemp("base")
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda leaf: (0.1 * rng.standard_normal(leaf.shape)).astype(np.float32), abstract_params(CONFIG)
+    )
+    save_params(root / "weights", params, CONFIG)
+    (root / "lora.gin").write_text(GIN.format(weights=root / "weights"))
+    return root
+
+
+@pytest.fixture(scope="module")
+def trained(base):
+    assert run(train.main, "--config", base / "lora.gin", "--workdir", base / "run") == 0
+    return base / "run"
+
+
+def test_checkpoints_hold_adapters_alone(trained):
+    names = {name.split(".", 1)[1] for name in arrays(trained, 3) if name.startswith(("params.", "ema."))}
+    assert len(names) == 2 * (12 + 5)
+    assert all(".adapter.parts." in name for name in names)
+    about = json.loads((trained / "about.json").read_text())
+    assert about["parameters"] > 200_000
+    found = arrays(trained, 3)
+    b = [value for name, value in found.items() if name.startswith("params.") and name.endswith(".b")]
+    assert all(np.abs(value).max() > 1e-3 for value in b)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train__shards": 4},
+        pytest.param({"train__shards": 2, "train__bags": "g4n1"}, marks=pytest.mark.full),
+        pytest.param({"train__num_devices": 1, "train__bags": "None"}, marks=pytest.mark.full),
+    ],
+)
+def test_placement_does_not_matter(base, trained, tmp_path, changes):
+    assert run(train.main, "--config", base / "lora.gin", "--workdir", tmp_path, *bindings(**changes)) == 0
+    np.testing.assert_allclose(losses(tmp_path), losses(trained), rtol=1e-4)
+    ours, theirs = arrays(tmp_path, 3), arrays(trained, 3)
+    for name, value in theirs.items():
+        if name.startswith("params."):
+            assert np.abs(ours[name] - value).max() < 1e-3 * max(np.abs(value).max(), 0.01), name
+
+
+def test_going_on_loads_what_is_frozen_again(base, trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    arguments = ["--config", base / "lora.gin", "--workdir", tmp_path / "run", *bindings(train__steps=6)]
+    assert run(train.main, *arguments) == 0
+    straight = ["--config", base / "lora.gin", "--workdir", tmp_path / "straight", *bindings(train__steps=6)]
+    assert run(train.main, *straight) == 0
+    assert losses(tmp_path / "run")[3:] == losses(tmp_path / "straight")[3:]
+
+
+def test_exported_adapters_and_models(base, trained, tmp_path):
+    lora = Lora(4, 8.0)
+    assert run(export.main, "--workdir", trained, "--out", tmp_path / "adapters") == 0
+    assert [path.name for path in (tmp_path / "adapters").iterdir()] == ["pytorch_lora_weights.safetensors"]
+    adapters = load_lora(tmp_path / "adapters", CONFIG, lora)
+    saved = arrays(trained, 3)["ema.backbone.single_blocks.linear2.adapter.parts.proj_out.b"]
+    np.testing.assert_array_equal(
+        adapters["single_blocks"]["linear2"]["adapter"]["parts"]["proj_out"]["b"], saved
+    )
+    assert run(export.main, "--workdir", trained, "--out", tmp_path / "merged", "--merge") == 0
+    whole = load_params(tmp_path / "merged", CONFIG)
+    before = load_params(base / "weights", CONFIG)
+    pair = adapters["double_blocks"]["txt"]["proj"]["adapter"]["parts"]["attn_to_add_out"]
+    difference = (
+        whole["double_blocks"]["txt"]["proj"]["kernel"] - before["double_blocks"]["txt"]["proj"]["kernel"]
+    )
+    np.testing.assert_allclose(difference, lora.scale * pair["a"] @ pair["b"], atol=1e-6)
+    np.testing.assert_array_equal(whole["img_in"]["kernel"], before["img_in"]["kernel"])
+
+
+def test_a_run_that_starts_from_adapters(base, trained, tmp_path):
+    assert run(export.main, "--workdir", trained, "--out", tmp_path / "adapters") == 0
+    changes = bindings(
+        lora__init_from=f"'{tmp_path / 'adapters'}'", train__steps=1, adamw__learning_rate=1e-30
+    )
+    assert run(train.main, "--config", base / "lora.gin", "--workdir", tmp_path / "run", *changes) == 0
+    found = arrays(tmp_path / "run", 1)
+    for name, value in arrays(trained, 3).items():
+        if name.startswith("ema."):
+            np.testing.assert_array_equal(found[name.replace("ema.", "params.", 1)], value)
+
+
+def test_frozen_parameters_in_half_precision(base, trained, tmp_path):
+    changes = bindings(lora__frozen_dtype="'bfloat16'", lora__targets="['to_q', 'proj_out']")
+    assert run(train.main, "--config", base / "lora.gin", "--workdir", tmp_path, *changes) == 0
+    np.testing.assert_allclose(losses(tmp_path)[0], losses(trained)[0], rtol=2e-2)
+    names = {name for name in arrays(tmp_path, 3) if name.startswith("params.")}
+    assert len(names) == 2 * (1 + 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"train__init_from": "None"}, "give the model, train.init_from"),
+        ({"text_to_image__max_text": 16}, "a text encoder trained along would stay untrained"),
+        ({"lora__targets": "['to_z']"}, "got to_z. They are"),
+        ({"lora__rank": 0}, "rank and alpha must be positive"),
+        ({"lora__frozen_dtype": "'int8'"}, "frozen_dtype must be float32 or bfloat16"),
+        ({"lora__init_from": "'nowhere'"}, "lora.init_from: nowhere does not exist"),
+        ({"train__adapter": "@lora"}, "must be a configurable of its kind, called, such as @lora()"),
+    ],
+)
+def test_what_is_refused(base, tmp_path, capfd, monkeypatch, changes, part):
+    monkeypatch.setattr("experiments._loop.Trainer.train", None)
+    arguments = ["--config", base / "lora.gin", "--workdir", tmp_path / "run", *bindings(**changes)]
+    assert run(train.main, *arguments) == 2
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert part in lines[0]
+
+
+def test_merging_is_for_adapters(base, trained, tmp_path, capfd):
+    """And what was exported is in the published layout, ready for others."""
+    assert run(export.main, "--workdir", trained, "--out", tmp_path / "a") == 0
+    found = load_file(tmp_path / "a" / "pytorch_lora_weights.safetensors")
+    assert "transformer.transformer_blocks.0.attn.to_q.lora_A.weight" in found
