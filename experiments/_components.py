@@ -16,6 +16,7 @@ import optax
 from flax import nnx
 
 from experiments._data_components import DataSpec as DataSpec
+from experiments._data_components import encoded as encoded
 from experiments._data_components import folder as folder
 from experiments._data_components import quickstart as quickstart
 from experiments._data_components import synthetic as synthetic
@@ -367,7 +368,7 @@ def train(
     Args:
         model: from `text_to_image` or `class_to_image`.
         objective: from `flow_matching` or `diffusion`.
-        data: from `quickstart`, `folder` or `synthetic`.
+        data: from `quickstart`, `folder`, `encoded` or `synthetic`.
         optimizer: from `adamw`.
         sampler: from `sampler`; its defaults if left out.
         steps: optimiser steps of the whole run.

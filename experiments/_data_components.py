@@ -1,4 +1,4 @@
-"""What a config can name for its data: the quickstart's, a folder or tar shards, synthetic rows."""
+"""What a config can name for its data: the quickstart's, a folder or tar shards, encoded latents, synthetic rows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,6 +7,8 @@ import gin
 
 from experiments.data import (
     BadLimit,
+    EncodedFolder,
+    EncodedRules,
     ImageFolder,
     MediaRules,
     Source,
@@ -109,6 +111,34 @@ def folder(
         validation_fraction=validation_fraction,
         bad_limit=limit,
         patch=patch,
+    )
+
+
+@gin.configurable(module="data")
+def encoded(
+    root: str = gin.REQUIRED,
+    token_budget: int = gin.REQUIRED,
+    patch: int = 2,
+    channels_last: bool = False,
+    max_text: int = 512,
+    caption_dropout: float = 0.1,
+    validation_fraction: float = 0.0,
+    max_sequences: int | None = None,
+    max_bad_fraction: float = 0.01,
+) -> DataSpec:
+    """A tree of `.safetensors` files with latents and text features (or a label) that were encoded beforehand.
+
+    `channels_last` is the order inside a row: False for FLUX.1, True for a DiT.
+    """
+    limit = BadLimit(fraction=max_bad_fraction)
+    rules = EncodedRules(patch=patch, channels_last=channels_last, max_text=max_text, bad_limit=limit)
+    return DataSpec(
+        open=lambda: [EncodedFolder(root, rules=rules)],
+        token_budget=token_budget,
+        caption_dropout=caption_dropout,
+        max_sequences=max_sequences,
+        validation_fraction=validation_fraction,
+        bad_limit=limit,
     )
 
 

@@ -12,6 +12,8 @@ from experiments.data._captions import metadata_captions as metadata_captions
 from experiments.data._captions import sidecar_captions as sidecar_captions
 from experiments.data._collate import HomeBatch as HomeBatch
 from experiments.data._collate import collate_home as collate_home
+from experiments.data._encoded import EncodedFolder as EncodedFolder
+from experiments.data._encoded import EncodedRules as EncodedRules
 from experiments.data._folder import ImageFolder as ImageFolder
 from experiments.data._loader import StepLoader as StepLoader
 from experiments.data._loader import make_loader as make_loader
@@ -62,6 +64,8 @@ __all__ = [
     "DataError",
     "DigitSource",
     "Digits",
+    "EncodedFolder",
+    "EncodedRules",
     "HomeBatch",
     "ImageFolder",
     "MediaRules",

@@ -10,6 +10,7 @@ from pathlib import Path
 import av
 import numpy as np
 from PIL import Image
+from safetensors.numpy import save_file
 
 from experiments.data import BadSampleError
 
@@ -111,3 +112,18 @@ def words_of(tokens):
     """The words of byte tokens, for words of less than eight bytes."""
     assert not tokens[:, -1].any()
     return [token.tobytes().rstrip(b"\0").decode() for token in tokens]
+
+
+def save_encoded(path, *, height, width, tokens, frames=None, channels=4, text=6, pooled=5, seed=0, **others):
+    """A file of one encoded sample; returns its latents."""
+    rng = np.random.default_rng([seed, height, width, tokens])
+    size = (channels, height, width) if frames is None else (channels, frames, height, width)
+    tensors = {
+        "latents": rng.standard_normal(size).astype(np.float32),
+        "text": rng.standard_normal((tokens, text)).astype(np.float32),
+        "pooled": rng.standard_normal(pooled).astype(np.float32),
+        **others,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: value for name, value in tensors.items() if value is not None}, path)
+    return tensors

@@ -13,10 +13,12 @@ from experiments._feed import home_rows, size_capacity
 from experiments._run import check_settings, make_planner, make_program
 from experiments._run_data import open_data
 from experiments.data import StepReader
+from jaxdit.models import MMDiTConfig
 from jaxdit.training import StepInputs, TrainState, bytes_per_device, make_train_step, module_params
+from jaxdit.weights import abstract_params, save_params
 from parallel import DATA_AXES
 from solver import step_tables
-from tests.experiments._data_cases import save_image
+from tests.experiments._data_cases import save_encoded, save_image
 from tests.experiments._program_cases import bindings, losses, programs_shared, run
 
 TINY_SIZES = {
@@ -68,6 +70,21 @@ TINY_SIZES = {
         "text_to_image__num_single_blocks": 1,
         "text_to_image__compute_dtype": "float32",
     },
+    "flux_lora": {
+        "train__num_devices": 2,
+        "train__bags": "g2n1",
+        "train__shards": 2,
+        "train__lookahead": 2,
+        "encoded__token_budget": 64,
+        "text_to_image__channels": 16,
+        "text_to_image__text_channels": 6,
+        "text_to_image__pooled_channels": 5,
+        "text_to_image__width": 64,
+        "text_to_image__num_heads": 2,
+        "text_to_image__axes_dim": "[8, 12, 12]",
+        "text_to_image__num_double_blocks": 1,
+        "text_to_image__num_single_blocks": 2,
+    },
     "dit_xl_2": {
         "train__num_devices": 1,
         "train__bags": "g1n1",
@@ -89,6 +106,23 @@ def test_one_tiny_step(path, tmp_path, monkeypatch):
             save_image(tmp_path / "pictures" / f"{i}.png", 64, 48 + 16 * i)
             (tmp_path / "pictures" / f"{i}.txt").write_text("a gradient")
         sizes += bindings(folder__root=tmp_path / "pictures")
+    if path.stem == "flux_lora":
+        for i in range(3):
+            save_encoded(tmp_path / "latents" / f"{i}.safetensors", height=4, width=6 + 2 * i, tokens=i)
+        config = MMDiTConfig(
+            in_channels=16,
+            text_channels=6,
+            pooled_channels=5,
+            width=64,
+            num_heads=2,
+            num_double_blocks=1,
+            num_single_blocks=2,
+            axes_dim=(8, 12, 12),
+            guidance_embed=True,
+        )
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), abstract_params(config))
+        save_params(tmp_path / "weights", zeros, config)
+        sizes += bindings(encoded__root=tmp_path / "latents", train__init_from=tmp_path / "weights")
     with programs_shared():
         assert run(train.main, "--config", path, "--workdir", tmp_path / "run", *sizes) == 0
     (loss,) = losses(tmp_path / "run")

@@ -1,0 +1,218 @@
+"""Samples that were encoded beforehand: latents of images and clips with text features or a class, in safetensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32
+from safetensors import SafetensorError, safe_open
+
+from experiments.data._bad import BadLimit, BadTally
+from experiments.data._hash import digest_of
+from experiments.data._types import BadSampleError, DataError
+
+# Reading headers waits for storage more than it computes.
+_THREADS = 8
+_LISTED = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EncodedRules:
+    """How files become sequences.
+
+    Attributes:
+      patch: latent pixels per patch side.
+      channels_last: order inside a row: (row, column, channel) as a DiT's, or (channel, row, column) as FLUX.1's.
+      max_text: most text tokens that are kept.
+      bad_limit: how many files may have unreadable headers.
+    """
+
+    patch: int = 2
+    channels_last: bool = False
+    max_text: int = 512
+    bad_limit: BadLimit = dataclasses.field(default_factory=BadLimit)
+
+    def __post_init__(self) -> None:
+        if self.patch < 1 or self.max_text < 0:
+            raise ValueError(
+                f"EncodedRules: patch must be at least 1, max_text at least 0; got patch={self.patch}, "
+                f"max_text={self.max_text}. FLUX.1 has 2 and 512."
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Header:
+    """What a file says of its sample without its values."""
+
+    name: str
+    latents: tuple[int, int, int, int]
+    text: tuple[int, int]
+    pooled: int
+    label: int | None
+    size: int
+    error: str = ""
+
+
+class EncodedFolder:
+    """One sample a file, `.safetensors`, at any depth below a folder.
+
+    Tensors of a file, of any float dtype: `latents` (channels, height, width) or (channels, frames, height, width),
+    scaled as the model takes them; `text` (tokens, features) and `pooled` (features), or `label`, one integer.
+
+    Args:
+      root: the folder.
+      rules: how files become sequences.
+
+    Raises:
+      DataError: the folder is missing or empty, files differ in their features, sizes that patches do not divide, or
+        too many files cannot be read.
+    """
+
+    def __init__(self, root: str | Path, *, rules: EncodedRules):
+        root = Path(root)
+        if not root.is_dir():
+            raise DataError(f"EncodedFolder: root must be a folder; got root={root}. Check the path.")
+        names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.safetensors"))
+        if not names:
+            raise DataError(
+                f"EncodedFolder: root must contain .safetensors files; got none below root={root}."
+            )
+        self.name, self._root, self._rules = f"folder {root.name}", root, rules
+        # Rows are no pixels: nothing can be drawn from them without the decoder.
+        self.patch = 0
+        self._headers = headers = _readable(root, names, BadTally(rules.bad_limit, self.name))
+        _check(self.name, headers, rules.patch)
+        first = headers[0]
+        self.channels = first.latents[0] * rules.patch**2
+        self.text_channels, self.pooled_channels = first.text[1], first.pooled
+        grids = [(t, h // rules.patch, w // rules.patch) for _, t, h, w in (x.latents for x in headers)]
+        self.grids = np.asarray(grids, np.int32)
+        self.image_lengths = self.grids.prod(axis=1, dtype=np.int64).astype(np.int32)
+        self.text_lengths = np.asarray([min(x.text[0], rules.max_text) for x in headers], np.int32)
+        labels = [x.label for x in headers if x.label is not None]
+        self.labels = np.asarray(labels, np.int32) if labels else None
+        self.digest = digest_of([repr(rules), *(repr(header) for header in headers)])
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._headers)
+
+    def sample_name(self, index: int) -> str:
+        """The path below the folder."""
+        return self._headers[index].name
+
+    def split_name(self, index: int) -> str:
+        """The sample's name: samples are independent."""
+        return self.sample_name(index)
+
+    def text(self, index: int) -> Float32[np.ndarray, "n_txt c_txt"]:
+        """Text features; an unreadable file has zeros."""
+        length = int(self.text_lengths[index])
+        if not length:
+            return np.zeros((0, self.text_channels), np.float32)
+        return self._tensor(index, "text", (length, self.text_channels))
+
+    def pooled(self, index: int) -> Float32[np.ndarray, " c_pool"]:
+        """The pooled text vector; an unreadable file has zeros."""
+        if not self.pooled_channels:
+            return np.zeros(0, np.float32)
+        return self._tensor(index, "pooled", (self.pooled_channels,))
+
+    def _tensor(self, index: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        try:
+            with safe_open(self._root / self.sample_name(index), framework="np") as file:
+                found = np.asarray(file.get_slice(name)[: shape[0]], np.float32)
+        except (SafetensorError, OSError):
+            return np.zeros(shape, np.float32)  # `read` reports the file
+        return found if found.shape == shape else np.zeros(shape, np.float32)
+
+    def read(self, index: int) -> Float32[np.ndarray, "n_img c_in"]:
+        """Latent rows, row-major over (t, h, w).
+
+        Raises:
+          BadSampleError: the file cannot be read, is not what it was, or has values that are not finite.
+        """
+        header = self._headers[index]
+        try:
+            with safe_open(self._root / header.name, framework="np") as file:
+                latents = np.asarray(file.get_tensor("latents"), np.float32)
+        except (SafetensorError, OSError) as error:
+            raise BadSampleError(str(error)) from error
+        if latents.size != np.prod(header.latents):
+            raise BadSampleError(
+                f"latents have shape {latents.shape} now, {header.latents} when the run began"
+            )
+        if not np.isfinite(latents).all():
+            raise BadSampleError("latents have values that are not finite")
+        c, t, h, w = header.latents
+        p = self._rules.patch
+        # (c, t, h/p, ph, w/p, pw) to (t, h/p, w/p, row)
+        blocks = latents.reshape(c, t, h // p, p, w // p, p)
+        order = (1, 2, 4, 3, 5, 0) if self._rules.channels_last else (1, 2, 4, 0, 3, 5)
+        return np.ascontiguousarray(blocks.transpose(order).reshape(t * (h // p) * (w // p), p * p * c))
+
+
+def _readable(root: Path, names: Sequence[str], tally: BadTally) -> list[_Header]:
+    with ThreadPoolExecutor(_THREADS) as pool:
+        headers = list(pool.map(lambda name: _header(root, name), names))
+    good = [header for header in headers if not header.error]
+    tally.good(len(good))
+    for header in headers:
+        if header.error:
+            tally.bad(header.name, ValueError(header.error))
+    if not good:
+        raise DataError(
+            f"{tally.where}: there must be files that can be read; got {len(names)}, none of which can."
+        )
+    return good
+
+
+def _header(root: Path, name: str) -> _Header:
+    empty = _Header(name, (0, 0, 0, 0), (0, 0), 0, None, 0)
+    try:
+        size = os.path.getsize(root / name)
+        with safe_open(root / name, framework="np") as file:
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (no mapping)
+            label = int(np.asarray(file.get_tensor("label")).reshape(())) if "label" in shapes else None
+    except (SafetensorError, OSError, ValueError) as error:
+        return dataclasses.replace(empty, error=str(error) or type(error).__name__)
+    latents = shapes.get("latents", ())
+    if len(latents) == 3:
+        latents = (latents[0], 1, *latents[1:])
+    text, pooled = shapes.get("text", (0, 0)), shapes.get("pooled", (0,))
+    if len(latents) != 4 or min(latents) < 1 or len(text) != 2 or len(pooled) != 1 or (label or 0) < 0:
+        return dataclasses.replace(
+            empty,
+            error="latents must be (channels, height, width) or (channels, frames, height, width), text (tokens,"
+            f" features), pooled (features), label not negative; got {shapes}, label={label}",
+        )
+    return _Header(name, latents, text, pooled[0], label, size)
+
+
+def _check(name: str, headers: Sequence[_Header], patch: int) -> None:
+    uneven = [x.name for x in headers if x.latents[2] % patch or x.latents[3] % patch]
+    if uneven:
+        raise DataError(
+            f"{name}: latents must be whole patches of {patch} x {patch} high and wide; got {len(uneven)} that are not:"
+            f" {_some(uneven)}. Encode pictures of other sizes, or use another patch."
+        )
+    kinds: dict[Any, list[str]] = {}
+    for x in headers:
+        features = (x.latents[0], x.text[1], x.pooled, x.label is not None)
+        kinds.setdefault(features, []).append(x.name)
+    if len(kinds) > 1:
+        told = "; ".join(
+            f"{latent} latent, {text} text, {pooled} pooled, {'a' if labelled else 'no'} label: {_some(names)}"
+            for (latent, text, pooled, labelled), names in kinds.items()
+        )
+        raise DataError(f"{name}: all files must have the same features; got {told}.")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
