@@ -49,7 +49,7 @@ parity: $(VENV_PARITY)/.installed
 $(VENV_PARITY)/.installed: pyproject.toml
 	test -x $(VENV_PARITY)/bin/python || $(PYTHON) -m venv $(VENV_PARITY)
 	$(VENV_PARITY)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(VENV_PARITY)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu]' diffusers accelerate
+	$(VENV_PARITY)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu]' diffusers accelerate peft
 	touch $@
 
 bench: setup-dev

@@ -6,7 +6,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.parity.cases import CASES
-from tests.parity.ours import BOUNDS, errors, run_ours, write_checkpoint
+from tests.parity.ours import bounds_of, errors, run_ours, write_checkpoint
 
 RECORDED = Path(__file__).parents[1] / "data" / "parity"
 
@@ -15,4 +15,4 @@ RECORDED = Path(__file__).parents[1] / "data" / "parity"
 def test_recorded_results_of_diffusers(case, tmp_path):
     write_checkpoint(case, tmp_path)
     found = errors(run_ours(case, tmp_path), load_file(RECORDED / f"{case.name}.safetensors"))
-    assert all(found[group] <= bound for group, bound in BOUNDS.items()), found
+    assert all(found[group] <= bound for group, bound in bounds_of(case).items()), found

@@ -9,7 +9,7 @@ from diffusers import DiTTransformer2DModel, FluxTransformer2DModel
 
 from tests.parity.cases import Case, Sequence, draw_weight, sequences_of
 
-__all__ = ["check_export", "reference_model", "run_reference"]
+__all__ = ["check_export", "reference_model", "run_reference", "run_reference_with_adapters"]
 
 _CLASSES = {"flux": FluxTransformer2DModel, "dit": DiTTransformer2DModel}
 
@@ -47,6 +47,18 @@ def run_reference(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, n
         key = f"grad.param.{_first_copy(name)}"
         if value.grad is not None:
             results[key] = results.get(key, 0) + value.grad.float().numpy()
+    return results
+
+
+def run_reference_with_adapters(case: Case, file: Path) -> dict[str, np.ndarray]:
+    """Outputs of all sequences, `out.i`, of the model with adapters that diffusers loads from a file."""
+    model = reference_model(case)
+    model.load_lora_adapter(file.parent, weight_name=file.name, prefix="transformer")
+    results = {}
+    for i, sequence in enumerate(sequences_of(case)):
+        inputs = {name: torch.tensor(getattr(sequence, name)) for name in ("img", "txt", "pooled")}
+        with torch.no_grad():
+            results[f"out.{i}"] = _flux(model, case, sequence, inputs).numpy()
     return results
 
 
