@@ -18,11 +18,11 @@ from parallel._mesh import DATA_AXES as DATA_AXES
 from parallel._mesh import REPLICA_AXIS as REPLICA_AXIS
 from parallel._mesh import SHARD_AXIS as SHARD_AXIS
 from parallel._mesh import data_mesh as data_mesh
-from parallel._packed_attention import PackedKernel as PackedKernel
-from parallel._packed_attention import PackedOutput as PackedOutput
-from parallel._packed_attention import PackedSegments as PackedSegments
 from parallel._packed_attention import XlaKernel as XlaKernel
 from parallel._packed_attention import packed_attention as packed_attention
+from parallel._packed_segments import PackedKernel as PackedKernel
+from parallel._packed_segments import PackedOutput as PackedOutput
+from parallel._packed_segments import PackedSegments as PackedSegments
 
 __all__ = [
     "DATA_AXES",
