@@ -23,16 +23,23 @@ from parallel._packed_attention import packed_attention as packed_attention
 from parallel._packed_segments import PackedKernel as PackedKernel
 from parallel._packed_segments import PackedOutput as PackedOutput
 from parallel._packed_segments import PackedSegments as PackedSegments
+from parallel._pallas_attention import PallasKernel as PallasKernel
+from parallel._tiles import KernelTiles as KernelTiles
+from parallel._tiles import Tiles as Tiles
+from parallel._uniform_attention import uniform_attention as uniform_attention
 
 __all__ = [
     "DATA_AXES",
     "REPLICA_AXIS",
     "SHARD_AXIS",
     "AttentionLayout",
+    "KernelTiles",
     "PackedKernel",
     "PackedOutput",
     "PackedSegments",
+    "PallasKernel",
     "Route",
+    "Tiles",
     "XlaKernel",
     "balanced_attention",
     "data_mesh",
@@ -44,4 +51,5 @@ __all__ = [
     "packed_attention",
     "shard_axis",
     "sharded_layer_scan",
+    "uniform_attention",
 ]

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from parallel._pallas_forward import LOG2_E, compiler_params, dot, program_visits, visit_tiles, whole_array
+from parallel._pallas_forward import (
+    LOG2_E,
+    compiler_params,
+    make_dot,
+    program_visits,
+    visit_tiles,
+    whole_array,
+)
 from parallel._tiles import Tiles
 
 
@@ -45,7 +52,7 @@ def _d_logits(weights, d_weights, shift, mask):
     return d_logits if mask is None else jnp.where(mask, d_logits, 0.0)
 
 
-def _grad_queries(visits_ref, *refs, tiles, scale):
+def _grad_queries(visits_ref, *refs, dot, tiles, scale):
     rows_ref, dq_ref = GradientRows(*refs[:-1]), refs[-1]
     rows = pl.ds(visits_ref[0, 0] * tiles.queries, tiles.queries)
     q, d_out, q_ids = rows_ref.q[rows, :], rows_ref.d_out[rows, :], rows_ref.q_ids[rows]
@@ -64,7 +71,7 @@ def _grad_queries(visits_ref, *refs, tiles, scale):
     dq_ref[rows, :] = (dq * scale).astype(dq_ref.dtype)
 
 
-def _grad_keys(visits_ref, *refs, tiles, scale):
+def _grad_keys(visits_ref, *refs, dot, tiles, scale):
     rows_ref, dk_ref, dv_ref = GradientRows(*refs[:-2]), *refs[-2:]
     keys = pl.ds(visits_ref[0, 0] * tiles.keys, tiles.keys)
     k, v, k_ids = rows_ref.k[keys, :], rows_ref.v[keys, :], rows_ref.k_ids[keys]
@@ -92,7 +99,7 @@ def grad_queries_call(
 ) -> Float[Array, "rows_q d"]:
     """dq of rows that fill whole tiles; `visits` are by query tiles."""
     return pl.pallas_call(
-        partial(_grad_queries, tiles=tiles, scale=scale),
+        partial(_grad_queries, dot=make_dot(interpret), tiles=tiles, scale=scale),
         grid=visits.shape[:1],
         in_specs=[program_visits(visits), *map(whole_array, rows)],
         out_specs=whole_array(rows.q),
@@ -109,7 +116,7 @@ def grad_keys_call(
     """(dk, dv) of rows that fill whole tiles; `visits` are by key tiles."""
     out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (rows.k, rows.v)]
     dk, dv = pl.pallas_call(
-        partial(_grad_keys, tiles=tiles, scale=scale),
+        partial(_grad_keys, dot=make_dot(interpret), tiles=tiles, scale=scale),
         grid=visits.shape[:1],
         in_specs=[program_visits(visits), *map(whole_array, rows)],
         out_specs=list(map(whole_array, out)),

@@ -38,12 +38,37 @@ class KernelTiles:
     grad_keys: Tiles
 
 
+# By head size and dtype. Compiled for H100 (227 KiB of shared memory and 65,536 registers a multiprocessor, at most 255 a
+# thread) none spills a register; `experiments._kernel_report` compiles them all and says what they take.
+#
+# bfloat16: 128 rows in a tile that stays, since each such tile reads all keys (or queries) of its segment through L2;
+# 64 rows in a tile that passes, for fewer registers and less waste at segment ends. Eight warps are two warpgroups,
+# each of 64 rows, the least that wgmma takes. For head size 64 two programs of the forward kernel fit a multiprocessor, and
+# one's exponentials run beside the other's products.
+#
+# float32: every factor is three tf32 ones, so tiles are as small as it takes to fit. Under 64 rows wgmma is not used.
 TILE_TABLE: Mapping[tuple[int, str], KernelTiles] = MappingProxyType(
     {
-        (64, "bfloat16"): KernelTiles(Tiles(128, 128, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 3)),
-        (128, "bfloat16"): KernelTiles(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 3)),
-        (64, "float32"): KernelTiles(Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 2)),
-        (128, "float32"): KernelTiles(Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 2)),
+        (64, "bfloat16"): KernelTiles(
+            forward=Tiles(queries=128, keys=64, num_warps=8, num_stages=3),
+            grad_queries=Tiles(queries=128, keys=64, num_warps=8, num_stages=3),
+            grad_keys=Tiles(queries=64, keys=128, num_warps=8, num_stages=3),
+        ),
+        (128, "bfloat16"): KernelTiles(
+            forward=Tiles(queries=128, keys=64, num_warps=8, num_stages=3),
+            grad_queries=Tiles(queries=128, keys=64, num_warps=8, num_stages=3),
+            grad_keys=Tiles(queries=64, keys=128, num_warps=8, num_stages=3),
+        ),
+        (64, "float32"): KernelTiles(
+            forward=Tiles(queries=64, keys=32, num_warps=4, num_stages=2),
+            grad_queries=Tiles(queries=64, keys=32, num_warps=4, num_stages=2),
+            grad_keys=Tiles(queries=32, keys=32, num_warps=4, num_stages=2),
+        ),
+        (128, "float32"): KernelTiles(
+            forward=Tiles(queries=32, keys=32, num_warps=8, num_stages=2),
+            grad_queries=Tiles(queries=32, keys=32, num_warps=8, num_stages=2),
+            grad_keys=Tiles(queries=16, keys=16, num_warps=4, num_stages=2),
+        ),
     }
 )
 
