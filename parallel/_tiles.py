@@ -38,12 +38,12 @@ class KernelTiles:
     grad_keys: Tiles
 
 
-# By head size and dtype. Compiled for H100 (227 KiB of shared memory and 65,536 registers a multiprocessor, at most 255 a
-# thread) none spills a register; `experiments._kernel_report` compiles them all and says what they take.
+# By head size and dtype. Compiled for H100 (227 KiB of shared memory and 65,536 registers a multiprocessor, at most 255
+# a thread) none spills a register; `experiments._kernel_report` compiles them all and says what they take.
 #
 # bfloat16: 128 rows in a tile that stays, since each such tile reads all keys (or queries) of its segment through L2;
 # 64 rows in a tile that passes, for fewer registers and less waste at segment ends. Eight warps are two warpgroups,
-# each of 64 rows, the least that wgmma takes. For head size 64 two programs of the forward kernel fit a multiprocessor, and
+# each of 64 rows, the least that wgmma takes. For head size 64 two programs of the forward kernel fit a multiprocessor:
 # one's exponentials run beside the other's products.
 #
 # float32: every factor is three tf32 ones, so tiles are as small as it takes to fit. Under 64 rows wgmma is not used.
