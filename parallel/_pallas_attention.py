@@ -1,5 +1,6 @@
 """Packed attention on NVIDIA GPUs: Pallas kernels for Triton, and what is prepared for them in plain JAX."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -10,21 +11,23 @@ from parallel._pallas_backward import GradientRows, grad_keys_call, grad_queries
 from parallel._pallas_forward import LOG2_E, ForwardRows, forward_call
 from parallel._tiles import TILE_TABLE, KernelTiles, tile_visits
 
-# Offsets into arrays are 32-bit in the kernels.
-_MOST_ELEMENTS = 2**31
+# Offsets into arrays are signed 32-bit numbers in the kernels; rows are padded to a tile.
+_MOST_ELEMENTS = 2**31 - 2**16
 
 
-def kernel_tiles(q: Array, k: Array, v: Array, scale: float) -> KernelTiles | None:
+def kernel_tiles(
+    q: Array, k: Array, v: Array, scale: float, table: Mapping[tuple[int, str], KernelTiles] = TILE_TABLE
+) -> KernelTiles | None:
     """The tiles of the GPU kernels for these rows; None where the kernels do not apply.
 
     They apply to q, k and v of one dtype (float32 or bfloat16) and one head size that the table lists (64 or 128), with
-    under 2^31 elements each, at least one row, and a positive scale.
+    at least one row and fewer than 2^31 - 2^16 elements each, and to a positive scale.
     """
     if not q.dtype == k.dtype == v.dtype or not q.shape[1] == k.shape[1] == v.shape[1]:
         return None
     if not all(0 < x.size < _MOST_ELEMENTS for x in (q, k, v)) or not scale > 0:
         return None
-    return TILE_TABLE.get((q.shape[1], q.dtype.name))
+    return table.get((q.shape[1], q.dtype.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,8 @@ class PallasKernel:
         return dq[: q.shape[0]], dk[: k.shape[0]], dv[: k.shape[0]]
 
     def _tiles(self, q: Array, k: Array, v: Array, scale: float) -> KernelTiles:
-        found = self.tiles or kernel_tiles(q, k, v, scale)
+        table = TILE_TABLE if self.tiles is None else {(q.shape[1], q.dtype.name): self.tiles}
+        found = kernel_tiles(q, k, v, scale, table)
         if found is None:
             raise NotImplementedError(
                 "PallasKernel: q, k and v have one dtype and one head size of"

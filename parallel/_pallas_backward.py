@@ -17,7 +17,7 @@ from parallel._pallas_forward import (
     make_dot,
     program_visits,
     visit_tiles,
-    whole_array,
+    whole_arrays,
 )
 from parallel._tiles import Tiles
 
@@ -101,8 +101,8 @@ def grad_queries_call(
     return pl.pallas_call(
         partial(_grad_queries, dot=make_dot(interpret), tiles=tiles, scale=scale),
         grid=visits.shape[:1],
-        in_specs=[program_visits(visits), *map(whole_array, rows)],
-        out_specs=whole_array(rows.q),
+        in_specs=[program_visits(visits), *whole_arrays(len(rows))],
+        out_specs=pl.BlockSpec(memory_space=pl.ANY),
         out_shape=jax.ShapeDtypeStruct(rows.q.shape, rows.q.dtype),
         compiler_params=compiler_params(tiles),
         interpret=interpret,
@@ -118,8 +118,8 @@ def grad_keys_call(
     dk, dv = pl.pallas_call(
         partial(_grad_keys, dot=make_dot(interpret), tiles=tiles, scale=scale),
         grid=visits.shape[:1],
-        in_specs=[program_visits(visits), *map(whole_array, rows)],
-        out_specs=list(map(whole_array, out)),
+        in_specs=[program_visits(visits), *whole_arrays(len(rows))],
+        out_specs=whole_arrays(len(out)),
         out_shape=out,
         compiler_params=compiler_params(tiles),
         interpret=interpret,

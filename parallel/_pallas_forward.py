@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,7 @@ def _forward(visits_ref, *refs, dot, tiles, scale):
             logits = jnp.where(mask, logits + rows_ref.k_bias[keys][None, :], -jnp.inf)
         new_top = jnp.maximum(top, logits.max(axis=1))
         # A row with nothing to attend yet has top = -inf; subtract 0 there instead of making NaN.
-        shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
+        shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
         # Subtract before scaling: of huge logits the largest must give 0 exactly, also in a fused multiply-add.
         weights = jnp.exp2((logits - shift[:, None]) * (scale * LOG2_E))
         keep = jnp.exp2((top - shift) * (scale * LOG2_E))
@@ -95,10 +95,9 @@ def _forward(visits_ref, *refs, dot, tiles, scale):
     lse_ref[rows] = jnp.where(real, top * scale + jnp.log(total), -jnp.inf)
 
 
-def whole_array(x: Any) -> pl.BlockSpec:
+def whole_arrays(num_arrays: int) -> list[pl.BlockSpec]:
     """In main memory: programs load the rows that they need."""
-    del x
-    return pl.BlockSpec(memory_space=pl.ANY)
+    return [pl.BlockSpec(memory_space=pl.ANY)] * num_arrays
 
 
 def program_visits(visits: Int[Array, "tiles 5"]) -> pl.BlockSpec:
@@ -121,8 +120,8 @@ def forward_call(
         *pl.pallas_call(
             partial(_forward, dot=make_dot(interpret), tiles=tiles, scale=scale),
             grid=visits.shape[:1],
-            in_specs=[program_visits(visits), *map(whole_array, rows)],
-            out_specs=list(map(whole_array, out)),
+            in_specs=[program_visits(visits), *whole_arrays(len(rows))],
+            out_specs=whole_arrays(len(out)),
             out_shape=out,
             compiler_params=compiler_params(tiles),
             interpret=interpret,

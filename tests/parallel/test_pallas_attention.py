@@ -249,6 +249,14 @@ def test_rows_that_do_not_apply_are_refused_by_name():
         packed_attention(x, x, x, segments_of(ids, ids), kernel=PallasKernel())
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0])
+def test_a_scale_that_is_not_positive_is_refused_with_tiles_of_ones_own(scale):
+    ids = ids_of([3], rows=32)
+    x = jnp.ones((32, 16))
+    with pytest.raises(NotImplementedError, match=r"scale is positive.*Use XlaKernel"):
+        packed_attention(x, x, x, segments_of(ids, ids), scale=scale, kernel=SMALL)
+
+
 def test_the_table_lists_powers_of_two():
     for (head_dim, _), tiles in TILE_TABLE.items():
         sizes = [n for t in (tiles.forward, tiles.grad_queries, tiles.grad_keys) for n in (t.queries, t.keys)]
