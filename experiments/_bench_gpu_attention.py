@@ -58,7 +58,7 @@ class AttentionSizes:
         return jnp.bfloat16
 
 
-QUICK = AttentionSizes(lengths=(16, 48), total=96, num_heads=2, head_dim=64, block=16, repeats=1)
+QUICK = AttentionSizes(lengths=(48,), total=96, num_heads=2, head_dim=64, block=16, repeats=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,17 +155,19 @@ def kernel_call(head_dim: int, dtype: str, direction: str) -> tuple[Callable[...
     from parallel._tiles import TILE_TABLE
 
     tiles = getattr(TILE_TABLE[head_dim, dtype], direction)
-    rows = jax.ShapeDtypeStruct((_ROWS, head_dim), dtype)
-    ids, numbers = (jax.ShapeDtypeStruct((_ROWS,), kind) for kind in ("int32", "float32"))
-    call: Callable[..., Any] = {"grad_queries": grad_queries_call, "grad_keys": grad_keys_call}.get(
-        direction, forward_call
-    )
+
+    def shaped(kind: str, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, kind)
+
+    rows = shaped(dtype, _ROWS, head_dim)
+    ids, numbers = shaped("int32", _ROWS), shaped("float32", _ROWS)
     read: Any = GradientRows(rows, rows, numbers, numbers, ids, rows, rows, ids)
+    call: Any = grad_queries_call if direction == "grad_queries" else grad_keys_call
     if direction == "forward":
-        key_tiles = jax.ShapeDtypeStruct((_ROWS // tiles.keys,), "float32")
-        read = ForwardRows(rows, ids, rows, rows, ids, numbers, key_tiles)
+        read = ForwardRows(rows, ids, rows, rows, ids, numbers, shaped("float32", _ROWS // tiles.keys))
+        call = forward_call
     own = tiles.keys if direction == "grad_keys" else tiles.queries
-    visits = jax.ShapeDtypeStruct((_ROWS // own, 5), "int32")
+    visits = shaped("int32", _ROWS // own, 5)
 
     def run(visits: Any, read: Any) -> Any:
         return call(visits, read, tiles=tiles, scale=head_dim**-0.5, interpret=False)
