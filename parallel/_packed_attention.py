@@ -144,7 +144,7 @@ def _blocked(q, k, v, segments: PackedSegments):
 
 @dataclass(frozen=True, slots=True)
 class _PlatformKernel:
-    """The fastest kernel of the platform that the program is compiled for; the one place where that is chosen.
+    """The kernel of the platform that the program is compiled for; the one place where that is chosen.
 
     Triton on CUDA for rows that `kernel_tiles` knows, plain JAX for other rows and on other platforms.
     """
