@@ -45,6 +45,7 @@ class KernelTiles:
 # 64 rows in a tile that passes, for fewer registers and less waste at segment ends. Eight warps are two warpgroups,
 # each of 64 rows, the least that wgmma takes. For head size 64 two programs of the forward kernel fit a multiprocessor:
 # one's exponentials run beside the other's products.
+# The forward kernel and the one for dq have equal tiles: a step that recomputes the former makes their visits once.
 #
 # float32: every factor is three tf32 ones, so tiles are as small as it takes to fit. Under 64 rows wgmma is not used.
 TILE_TABLE: Mapping[tuple[int, str], KernelTiles] = MappingProxyType(
