@@ -61,7 +61,7 @@ class PallasKernel:
         k_bias = _padded(jnp.where(bad, jnp.nan, jnp.float32(0.0)), tiles.keys)
         rows = ForwardRows(
             q=_padded(q, tiles.queries),
-            q_ids=_padded(_query_ids(segments), tiles.queries),
+            q_ids=_query_ids(segments, tiles.queries),
             k=_padded(_finite(k), tiles.keys),
             v=_padded(_finite(v), tiles.keys),
             k_ids=_padded(segments.key_ids, tiles.keys),
@@ -135,7 +135,7 @@ def _gradient_rows(
         d_out=_padded(_finite(cotangent.out), query_tile),
         lse2=_padded(jnp.where(bad, jnp.nan, lse * LOG2_E), query_tile),
         shift=_padded(jnp.where(bad, 0.0, shift), query_tile),
-        q_ids=_padded(_query_ids(segments), query_tile),
+        q_ids=_query_ids(segments, query_tile),
         k=_padded(_finite(k), key_tile),
         v=_padded(_finite(v), key_tile),
         k_ids=_padded(segments.key_ids, key_tile),
@@ -151,9 +151,10 @@ def _padded(x: Array, tile: int) -> Array:
     return jnp.pad(x, ((0, -x.shape[0] % tile), *((0, 0),) * (x.ndim - 1)))
 
 
-def _query_ids(segments: PackedSegments) -> Array:
+def _query_ids(segments: PackedSegments, tile: int) -> Array:
     """Padding queries get an id that no key has."""
-    return jnp.where(segments.query_ids > 0, segments.query_ids, -1)
+    ids = _padded(segments.query_ids, tile)
+    return jnp.where(ids > 0, ids, -1)
 
 
 def _by_queries(segments: PackedSegments, query_tile: int, key_tile: int) -> Array:
