@@ -18,21 +18,28 @@ from parallel._mesh import DATA_AXES as DATA_AXES
 from parallel._mesh import REPLICA_AXIS as REPLICA_AXIS
 from parallel._mesh import SHARD_AXIS as SHARD_AXIS
 from parallel._mesh import data_mesh as data_mesh
-from parallel._packed_attention import PackedKernel as PackedKernel
-from parallel._packed_attention import PackedOutput as PackedOutput
-from parallel._packed_attention import PackedSegments as PackedSegments
 from parallel._packed_attention import XlaKernel as XlaKernel
 from parallel._packed_attention import packed_attention as packed_attention
+from parallel._packed_segments import PackedKernel as PackedKernel
+from parallel._packed_segments import PackedOutput as PackedOutput
+from parallel._packed_segments import PackedSegments as PackedSegments
+from parallel._pallas_attention import PallasKernel as PallasKernel
+from parallel._tiles import KernelTiles as KernelTiles
+from parallel._tiles import Tiles as Tiles
+from parallel._uniform_attention import uniform_attention as uniform_attention
 
 __all__ = [
     "DATA_AXES",
     "REPLICA_AXIS",
     "SHARD_AXIS",
     "AttentionLayout",
+    "KernelTiles",
     "PackedKernel",
     "PackedOutput",
     "PackedSegments",
+    "PallasKernel",
     "Route",
+    "Tiles",
     "XlaKernel",
     "balanced_attention",
     "data_mesh",
@@ -44,4 +51,5 @@ __all__ = [
     "packed_attention",
     "shard_axis",
     "sharded_layer_scan",
+    "uniform_attention",
 ]

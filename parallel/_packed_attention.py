@@ -4,63 +4,20 @@ Rows are (token, head) pairs of one head each; a segment is one head of one sequ
 Rows are cut in blocks of a static size, and each query block visits only the key blocks that hold its
 segments: a range given as data, so one program runs any packing. Nothing of size rows x rows exists.
 
-The work on one pair of blocks is the argument `kernel`, so that a GPU kernel with the same contract can take
-the place of the plain JAX one here.
+The work is the argument `kernel`: plain JAX here, Triton on NVIDIA GPUs, or one of your own with the same contract.
 """
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, no_type_check, runtime_checkable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-@no_type_check  # JAX rebuilds pytrees with placeholders for leaves
-class PackedSegments:
-    """Which rows attend to which, on one device.
-
-    Attributes:
-        query_ids, key_ids: segment of each row; 0 = padding, which attends to nothing and is attended by nothing.
-        key_blocks: for each query block, the half-open range of key blocks that hold its segments.
-        query_blocks: for each key block, the half-open range of query blocks that hold its segments.
-    """
-
-    query_ids: Int[Array, " rows_q"]
-    key_ids: Int[Array, " rows_k"]
-    key_blocks: Int[Array, "blocks_q 2"]
-    query_blocks: Int[Array, "blocks_k 2"]
-
-
-class PackedOutput(NamedTuple):
-    """Output rows in the queries' dtype, and float32 log-sum-exp of scaled logits (-inf where nothing is attended)."""
-
-    out: Float[Array, "rows_q d"]
-    lse: Float[Array, " rows_q"]
-
-
-@runtime_checkable
-class PackedKernel(Protocol):
-    """Forward and backward of packed attention on whole row arrays; both see only what `segments` allows."""
-
-    def forward(self, q: Array, k: Array, v: Array, segments: PackedSegments, scale: float) -> PackedOutput:
-        """(rows_q, d), (rows_k, d), (rows_k, d) to output and lse."""
-        ...
-
-    def backward(
-        self,
-        inputs: tuple[Array, Array, Array],
-        saved: PackedOutput,
-        cotangent: PackedOutput,
-        segments: PackedSegments,
-        scale: float,
-    ) -> tuple[Array, Array, Array]:
-        """Gradients of q, k, v in their dtypes."""
-        ...
+from parallel._packed_segments import PackedKernel, PackedOutput, PackedSegments
+from parallel._pallas_attention import PallasKernel, kernel_tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +142,34 @@ def _blocked(q, k, v, segments: PackedSegments):
     return q.reshape(*q_ids.shape, q.shape[-1]), k.reshape(k_shape), v.reshape(k_shape), ids
 
 
+@dataclass(frozen=True, slots=True)
+class _PlatformKernel:
+    """The kernel of the platform that the program is compiled for; the one place where that is chosen.
+
+    Triton on CUDA for rows that `kernel_tiles` knows, plain JAX for other rows and on other platforms.
+    """
+
+    def forward(self, q: Array, k: Array, v: Array, segments: PackedSegments, scale: float) -> PackedOutput:
+        xla, pallas = (partial(kernel.forward, scale=scale) for kernel in (XlaKernel(), PallasKernel()))
+        if kernel_tiles(q, k, v, scale) is None:
+            return xla(q, k, v, segments)
+        return lax.platform_dependent(q, k, v, segments, cuda=pallas, default=xla)
+
+    def backward(
+        self,
+        inputs: tuple[Array, Array, Array],
+        saved: PackedOutput,
+        cotangent: PackedOutput,
+        segments: PackedSegments,
+        scale: float,
+    ) -> tuple[Array, Array, Array]:
+        xla, pallas = (partial(kernel.backward, scale=scale) for kernel in (XlaKernel(), PallasKernel()))
+        args = inputs, saved, cotangent, segments
+        if kernel_tiles(*inputs, scale) is None:
+            return xla(*args)
+        return lax.platform_dependent(*args, cuda=pallas, default=xla)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _packed(kernel: PackedKernel, scale: float, segments: PackedSegments, q, k, v) -> PackedOutput:
     return kernel.forward(q, k, v, segments, scale)
@@ -221,7 +206,8 @@ def packed_attention(
         q, k, v: rows of one head each; float32 or bfloat16.
         segments: segment ids and block ranges. Every key row of a query's segment must lie in the query block's range.
         scale: factor on the logits; d ** -0.5 by default.
-        kernel: the block computation; plain JAX by default.
+        kernel: the computation; by default Triton on CUDA for one dtype, d of 64 or 128 and a positive scale, and plain
+            JAX for all else.
 
     Returns:
         Output rows (zero where a query attends to nothing) and float32 log-sum-exp.
@@ -246,4 +232,4 @@ def packed_attention(
             )
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    return _packed(kernel or XlaKernel(), scale, segments, q, k, v)
+    return _packed(kernel or _PlatformKernel(), scale, segments, q, k, v)

@@ -13,7 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from parallel import balanced_attention, data_mesh, expand_attention, make_balanced_attention
+from parallel import (
+    KernelTiles,
+    PallasKernel,
+    Tiles,
+    balanced_attention,
+    data_mesh,
+    expand_attention,
+    make_balanced_attention,
+)
 from solver import StepLayout, balance, capacity_for, step_needs, step_tables
 from tests.oracles import (
     COST,
@@ -42,6 +50,7 @@ class Program:
     mesh: Any
     capacity: Any
     num_heads: int
+    kernel: Any = None
     run: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -51,7 +60,9 @@ class Program:
         def device(qkv, weights, tables):
             qkv, weights, tables = jax.tree.map(lambda x: x[0], (qkv, weights, tables))
             layout = expand_attention(tables, self.capacity, num_heads=self.num_heads)
-            out, vjp = jax.vjp(lambda *x: balanced_attention(*x, layout, axis_name=axis), *qkv)
+            out, vjp = jax.vjp(
+                lambda *x: balanced_attention(*x, layout, axis_name=axis, kernel=self.kernel), *qkv
+            )
             return jax.tree.map(lambda x: x[None], (out, vjp(weights)))
 
         spec = P(axes)
@@ -148,6 +159,15 @@ def any_plan(seed):
     rng = np.random.default_rng(seed)
     step = random_step(rng, num_devices=4, num_heads=3, num_sequences=5, max_length=40)
     return random_plan(rng, step)
+
+
+def test_gpu_kernels_on_the_solvers_tables():
+    """They read the ranges of query blocks, which plain JAX does not; divided items have other keys than queries."""
+    plan = any_plan(0)
+    capacity = capacity_for([step_needs(StepLayout(plan, BLOCK))])
+    assert capacity.query_route is not None
+    tiles = KernelTiles(Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), Tiles(16, 32, 4, 2))
+    check(Program(one_axis_mesh(4), capacity, 3, PallasKernel(tiles, interpret=True)), plan)
 
 
 @cache

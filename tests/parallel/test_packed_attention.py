@@ -1,85 +1,28 @@
 """Packed attention against dense attention in float64: values, log-sum-exp and gradients; segments that do not mix."""
 
 from dataclasses import replace
-from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from parallel import PackedOutput, PackedSegments, packed_attention
-from tests.oracles import attention, attention_gradients, close
-
-F32, BF16 = 1e-5, 2e-2
-BLOCK = 32
-ROWS = 2048
-DIM = 8
-
-
-def segments_of(query_ids, key_ids, block=BLOCK):
-    """Segments with the tightest block ranges, by looking at every block's ids."""
-
-    def ranges(of, to):
-        found = []
-        for ids in of.reshape(-1, block):
-            hits = np.flatnonzero(np.isin(to.reshape(-1, block), ids[ids > 0]).any(1))
-            found.append((hits[0], hits[-1] + 1) if len(hits) else (0, 0))
-        return np.array(found, np.int32)
-
-    parts = query_ids, key_ids, ranges(query_ids, key_ids), ranges(key_ids, query_ids)
-    return PackedSegments(*map(jnp.asarray, parts))
-
-
-def ids_of(lengths, rows=ROWS, gap=0):
-    """Segments one after another from 1, `gap` rows of padding between them, padding at the end."""
-    ids = np.zeros(rows, np.int32)
-    start = 0
-    for number, length in enumerate(lengths, 1):
-        ids[start : start + length] = number
-        start += length + gap
-    assert start - gap <= rows
-    return ids
-
-
-@cache
-def value_and_gradient(scale=None):
-    """(out, lse, gradients) for given cotangents, one program for all segments of one shape."""
-
-    @jax.jit
-    def run(q, k, v, segments, d_out, d_lse):
-        result, vjp = jax.vjp(lambda *qkv: packed_attention(*qkv, segments, scale=scale), q, k, v)
-        return result, vjp(PackedOutput(d_out, d_lse))
-
-    return run
-
-
-def draw(rows_q=ROWS, rows_k=ROWS, dim=DIM, seed=0):
-    rng = np.random.default_rng(seed)
-    q, k, v, d_out = (
-        rng.standard_normal((n, dim)).astype(np.float32) for n in (rows_q, rows_k, rows_k, rows_q)
-    )
-    return q, k, v, d_out, rng.standard_normal(rows_q).astype(np.float32)
-
-
-def check(query_ids, key_ids=None, *, tolerance=F32, inputs=None, dtype=jnp.float32):
-    key_ids = query_ids if key_ids is None else key_ids
-    q, k, v, d_out, d_lse = inputs or draw(len(query_ids), len(key_ids))
-    q, k, v, d_out = (jnp.asarray(x, dtype) for x in (q, k, v, d_out))
-    (out, lse), gradients = value_and_gradient()(q, k, v, segments_of(query_ids, key_ids), d_out, d_lse)
-    assert out.dtype == dtype
-    assert lse.dtype == jnp.float32
-    assert all(g.dtype == dtype for g in gradients)
-    wanted = attention(q, k, v, query_ids, key_ids)
-    close(out, wanted.out, tolerance)
-    some = np.isfinite(wanted.lse)
-    np.testing.assert_array_equal(np.isneginf(lse), ~some)
-    close(lse[some], wanted.lse[some], tolerance)
-    exact = attention_gradients(q, k, v, wanted, d_out, d_lse)
-    for gradient, expected in zip(gradients, exact, strict=True):
-        close(gradient, expected, tolerance)
-    assert not np.asarray(out, np.float32)[~some].any(), "rows that attend to nothing are zero"
-
+from parallel import PackedOutput, packed_attention
+from tests.oracles import attention, close
+from tests.parallel.attention_cases import (
+    BF16,
+    BLOCK,
+    DIM,
+    F32,
+    ROWS,
+    Form,
+    check,
+    check_poison,
+    draw,
+    ids_of,
+    segments_of,
+    value_and_gradient,
+)
 
 RNG = np.random.default_rng(3)
 CASES = {
@@ -116,7 +59,7 @@ def test_queries_without_any_key_are_zero():
 
 
 def test_bfloat16():
-    check(ids_of([1, 31, 33, 100, 32, 64, 5, 700]), tolerance=BF16, dtype=jnp.bfloat16)
+    check(ids_of([1, 31, 33, 100, 32, 64, 5, 700]), tolerance=BF16, form=Form(dtype=jnp.bfloat16))
 
 
 def test_extreme_logits_neither_overflow_nor_vanish():
@@ -146,52 +89,14 @@ def test_values_below_every_exponent_still_attend():
     assert np.isfinite(lse[:100]).all()
 
 
-POISON_IDS = ids_of([1, 20, 7, 100, 3, 64, 5, 700], gap=1)
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("where", ["q", "k", "v", "d_out", "d_lse"])
 def test_poisoned_segment_and_padding_change_no_other_bit(where, value):
-    run = value_and_gradient()
-    segments = segments_of(POISON_IDS, POISON_IDS)
-    names = ("q", "k", "v", "d_out", "d_lse")
-    clean = dict(zip(names, draw(), strict=True))
-    poisoned = {name: x.copy() for name, x in clean.items()}
-    # One row in the middle of a segment that shares its blocks with others on both sides, and all padding rows.
-    bad = np.flatnonzero(POISON_IDS == 3)[3]
-    poisoned[where][bad] = value
-    for name in names:
-        poisoned[name][POISON_IDS == 0] = value
-    before, after = (
-        jax.tree.leaves(run(*(x[n] for n in names[:3]), segments, *(x[n] for n in names[3:])))
-        for x in (clean, poisoned)
-    )
-    others = (POISON_IDS != 3) & (POISON_IDS != 0)
-    for a, b in zip(before, after, strict=True):
-        np.testing.assert_array_equal(np.asarray(a)[others], np.asarray(b)[others])
-    out, lse, *gradients = (np.asarray(x) for x in after)
-    assert not out[POISON_IDS == 0].any()
-    assert np.isneginf(lse[POISON_IDS == 0]).all()
-    assert not any(g[POISON_IDS == 0].any() for g in gradients)
-    # And it is not hidden where it belongs.
-    mine = POISON_IDS == 3
-    if where in ("k", "v"):
-        assert np.isnan(out[mine]).all()
-    if where == "q":
-        assert np.isnan(out[bad]).all()
-    assert all(np.isnan(g[mine]).any() for g in gradients)
+    check_poison(where, value, ids_of([1, 20, 7, 100, 3, 64, 5, 700], gap=1))
 
 
 def test_scale():
-    q, k, v, d_out, d_lse = draw()
-    ids = ids_of([50, 70])
-    (out, _), gradients = value_and_gradient(0.5)(q, k, v, segments_of(ids, ids), d_out, d_lse)
-    wanted = attention(q, k, v, ids, ids, 0.5)
-    close(out, wanted.out, F32)
-    for gradient, expected in zip(
-        gradients, attention_gradients(q, k, v, wanted, d_out, d_lse, 0.5), strict=True
-    ):
-        close(gradient, expected, F32)
+    check(ids_of([50, 70]), form=Form(scale=0.5))
 
 
 def test_nothing_of_size_rows_by_rows_exists():
