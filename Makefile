@@ -13,7 +13,7 @@ WORKDIR ?= runs/quickstart
 CONFIG ?= experiments/configs/quickstart.gin
 ARGS ?=
 
-.PHONY: setup setup-dev train sample evaluate test test-all lint parity bench wheel aot setup-aot clean
+.PHONY: setup setup-dev train sample evaluate test test-all lint parity bench bench-torch wheel aot setup-aot clean
 
 setup: $(VENV)/.installed-$(EXTRA)
 setup-dev: $(VENV)/.installed-dev
@@ -45,6 +45,10 @@ test-all: lint
 # Compares with diffusers in an environment of its own, since torch is large: its CPU build if an index offers one.
 parity: $(VENV_PARITY)/.installed
 	$(VENV_PARITY)/bin/python -m tests.parity
+
+# Speed beside diffusers on torch, on this CPU.
+bench-torch: $(VENV_PARITY)/.installed
+	$(VENV_PARITY)/bin/python -m tests.parity.bench
 
 $(VENV_PARITY)/.installed: pyproject.toml
 	test -x $(VENV_PARITY)/bin/python || $(PYTHON) -m venv $(VENV_PARITY)

@@ -18,7 +18,15 @@ from jaxdit.weights._tables import table_for
 from parallel import PackedSegments, packed_attention
 from tests.parity.cases import Case, draw_weight, sequences_of
 
-__all__ = ["bounds_of", "draw_adapters", "errors", "has_exact_angles", "run_ours", "write_checkpoint"]
+__all__ = [
+    "bounds_of",
+    "draw_adapters",
+    "errors",
+    "has_exact_angles",
+    "packed_rows_attention",
+    "run_ours",
+    "write_checkpoint",
+]
 
 # Of `errors` in float32.
 _BOUNDS = {"output": 1e-5, "input_gradient": 1e-5, "parameter_gradient": 1e-5, "frequency_gradient": 2e-5}
@@ -105,7 +113,7 @@ def run_ours(
     guidance = np.array([s.guidance for s in sequences], np.float32)
     positions = pack("positions", img_slices, img_rows)
     if case.kind == "flux":
-        attention = _attention(np.concatenate([txt_ids, img_ids]))
+        attention = packed_rows_attention(np.concatenate([txt_ids, img_ids]))
         inputs = {
             "img": pack("img", img_slices, img_rows),
             "txt": pack("txt", txt_slices, txt_rows),
@@ -123,7 +131,7 @@ def run_ours(
             guidance=guidance if config.guidance_embed else None,
         )
     else:
-        attention = _attention(img_ids)
+        attention = packed_rows_attention(img_ids)
         inputs = {"img": pack("img", img_slices, img_rows)}
         labels = np.array([s.label for s in sequences], np.int32)
         rows = ImageLabelRows(inputs["img"], img_ids, positions, time, labels)
@@ -155,30 +163,44 @@ def _packed(lengths: list[int]) -> tuple[list[slice], int]:
     return [slice(int(a), int(a) + n) for a, n in zip(starts[:-1], lengths, strict=True)], int(starts[-1])
 
 
-def _attention(ids: np.ndarray) -> Any:
-    """Packed attention of joint rows: sorted so that a segment's rows are neighbours, one item a head."""
+def packed_rows_attention(ids: np.ndarray, *, block: int = _BLOCK) -> Any:
+    """Packed attention of joint rows, all heads in one call: a segment's rows are sorted to be neighbours.
+
+    Args:
+        ids: segment of each row, 0 = padding; known when it is traced.
+        block: rows of a block.
+    """
     order = np.argsort(np.where(ids > 0, ids, ids.max() + 1), kind="stable")
     inverse = np.argsort(order)
-    rows = -(-len(ids) // _BLOCK) * _BLOCK
+    rows = -(-len(ids) // block) * block
     sorted_ids = np.zeros(rows, np.int32)
     sorted_ids[: len(ids)] = ids[order]
-    blocks = sorted_ids.reshape(-1, _BLOCK)
-    ranges = []
-    for block in blocks:
-        hits = np.flatnonzero(np.isin(blocks, block[block > 0]).any(1))
-        ranges.append((hits[0], hits[-1] + 1) if len(hits) else (0, 0))
-    table = np.array(ranges, np.int32)
-    segments = PackedSegments(*map(jnp.asarray, (sorted_ids, sorted_ids, table, table)))
 
     def attention(q: Any, k: Any, v: Any) -> Any:
-        def head(q: Any, k: Any, v: Any) -> Any:
-            padded = (jnp.pad(x[order], ((0, rows - len(ids)), (0, 0))) for x in (q, k, v))
-            return packed_attention(*padded, segments).out[: len(ids)][inverse]
+        num_heads, dim = q.shape[1:]
 
-        heads = [head(q[:, h], k[:, h], v[:, h]) for h in range(q.shape[1])]
-        return jnp.stack(heads, axis=1)
+        def flat(x: Any) -> Any:
+            padded = jnp.pad(x[order], ((0, rows - len(ids)), (0, 0), (0, 0)))
+            return padded.transpose(1, 0, 2).reshape(num_heads * rows, dim)
+
+        out = packed_attention(flat(q), flat(k), flat(v), _segments(sorted_ids, num_heads, block)).out
+        return out.reshape(num_heads, rows, dim).transpose(1, 0, 2)[: len(ids)][inverse]
 
     return attention
+
+
+def _segments(ids: np.ndarray, num_heads: int, block: int) -> PackedSegments:
+    blocks = ids.reshape(-1, block)
+    ranges = []
+    for of_block in blocks:
+        hits = np.flatnonzero(np.isin(blocks, of_block[of_block > 0]).any(1))
+        ranges.append((hits[0], hits[-1] + 1) if len(hits) else (0, 0))
+    table, most = np.array(ranges, np.int32), int(ids.max(initial=0))
+    heads = np.arange(num_heads, dtype=np.int32)
+    all_ids = np.where(ids > 0, ids + most * heads[:, None], 0).reshape(-1).astype(np.int32)
+    real = (table[:, 1] > table[:, 0])[:, None]
+    all_ranges = np.where(real, table + len(blocks) * heads[:, None, None], 0).reshape(-1, 2).astype(np.int32)
+    return PackedSegments(*map(jnp.asarray, (all_ids, all_ids, all_ranges, all_ranges)))
 
 
 # Gradients of these are products with sines whose angles are off by up to 3e-5 at the times of the cases, see
