@@ -82,7 +82,7 @@ def collectives_table(report: Mapping[str, Any], *, most: int = 40) -> str:
     large = [c for c in listed if c["bytes"] >= 1 << 20][:most]
     rows = [
         [
-            f"{c['kind']} {c['phase']}",
+            " ".join([c["kind"], c["phase"]]).strip(),
             f"{c['count']:g}",
             f"{c['bytes'] / 1e6:.1f}" + ("*" if c["is_upper_bound"] else ""),
             f"{c['inside_bytes'] / 1e6:.1f}",
