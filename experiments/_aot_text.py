@@ -47,7 +47,7 @@ def fits_line(report: Mapping[str, Any]) -> str:
     room = abs(memory["headroom_bytes"])
     pool = (
         ""
-        if memory["fits_default_pool"]
+        if memory["fits_default_pool"] or not memory["fits"]
         else (", but not in the 75 % that JAX takes by default: set XLA_PYTHON_CLIENT_MEM_FRACTION")
     )
     return (

@@ -143,6 +143,24 @@ def test_memory_by_hand():
     assert found.with_tokens(0.5).parameters == found.parameters
 
 
+def test_memory_by_hand_of_sharded_layers():
+    run = abstract_run("train.remat=full", "train.shards=2", "train.num_devices=2", "train.bags=g2n1")
+    whole, found = (
+        hand_sum(abstract_run("train.remat=full"), forward_only=False),
+        hand_sum(run, forward_only=False),
+    )
+    assert whole.parameters / 2 <= found.parameters < whole.parameters
+    stacks = run.state.params["backbone"]
+    elements = [
+        sum(x.size // x.shape[0] for x in jax.tree.leaves(stacks[name]))
+        for name in ("double_blocks", "single_blocks")
+    ]
+    # Of float32 layers: parameters on their way, gradients of two layers, and what is being scattered.
+    assert found.whole_layers in [4 * 4 * count for count in elements]
+    forward = hand_sum(run, forward_only=True)
+    assert forward.whole_layers == 2 * 4 * max(elements)
+
+
 def test_policies_keep_more_or_less():
     full, attention, everything = (
         hand_sum(abstract_run(f"train.remat='{name}'"), forward_only=False).kept
@@ -160,6 +178,10 @@ def test_remedies_are_evaluated():
     assert less.fits
     assert less.peak_bytes < hand.total
     assert all(r.fits == (r.peak_bytes < hand.total) for r in by_text.values())
+    full = abstract_run("train.remat=full")
+    hand = hand_sum(full, forward_only=False)
+    first = remedies(full, hand, hand.total, hand.total - 1)[0]
+    assert str(first) == "train.remat=full: set already"
 
 
 def test_what_does_not_fit_is_told():
