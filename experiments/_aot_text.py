@@ -225,11 +225,11 @@ def remat_table(reports: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         [
             r["settings"]["remat"],
-            gigabytes(r["memory"]["peak_bytes"]),
-            gigabytes(r["memory"]["by_hand"]["kept"]),
-            f"{r['work']['flops'] / 1e12:.3f}",
-            f"{(r['work']['flops'] - least) / 1e12:.3f}",
+            f"{r['memory']['peak_bytes'] / 1e6:,.0f}",
+            f"{r['memory']['by_hand']['kept'] / 1e6:,.0f}",
+            f"{r['work']['flops'] / 1e9:,.2f}",
+            f"{(r['work']['flops'] - least) / 1e9:,.2f}",
         ]
         for r in reports
     ]
-    return table(["train.remat", "GB a device", "GB kept", "TFLOP a device", "TFLOP recomputed"], rows)
+    return table(["train.remat", "MB a device", "MB kept", "GFLOP a device", "GFLOP recomputed"], rows)
