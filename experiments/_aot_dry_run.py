@@ -59,7 +59,7 @@ class DryRun:
         if memory["fits"]:
             return
         run, hand = self._runs[report["label"]]
-        found = remedies(run, hand, memory["peak_bytes"], memory["gpu_bytes"])
+        found = remedies(run, hand, memory["peak_bytes"], memory["gpu_bytes"], forward_only=self.forward_only)
         raise UserError(
             does_not_fit_text(self.target.gpu.title, memory["peak_bytes"], memory["gpu_bytes"], found)
         )

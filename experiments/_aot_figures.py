@@ -21,9 +21,7 @@ def save_figures(report: Mapping[str, Any], folder: Path, stem: str) -> dict[str
     for i, (title, draw) in enumerate(drawings.items()):
         figure = draw(report)
         name = f"{stem}_{('memory', 'collectives', 'traffic')[i]}.png"
-        figure.suptitle(
-            f"{title}: {report['config']}, {report['topology']} {report['gpu']}", fontsize=9, y=0.99
-        )
+        figure.suptitle(f"{title}: {report['config']}, {report['topology']} {report['gpu']}", fontsize=9)
         figure.savefig(folder / name, dpi=110, bbox_inches="tight", metadata={"Software": ""})
         names[title] = name
     return names
@@ -78,7 +76,10 @@ def _collectives(report: Mapping[str, Any]) -> Any:
         hidden = times["seconds"] - waiting
         axes.barh(i, hidden * 1e3, color="C2")
         axes.barh(i, waiting * 1e3, left=hidden * 1e3, color="C3")
-    labels = [f"{c['kind']} {c['phase']} x{c['count']:g}, {c['bytes'] / 1e6:.0f} MB" for c in reversed(bars)]
+    labels = [
+        f"{' '.join([c['kind'], c['phase']]).strip()} x{c['count']:g}, {c['bytes'] / 1e6:.0f} MB"
+        for c in reversed(bars)
+    ]
     axes.set_yticks(range(len(bars)), labels, fontsize=6)
     axes.set_xlabel("ms a step, modelled: green with compute under it, red waited for")
     return figure
@@ -104,5 +105,5 @@ def _traffic(report: Mapping[str, Any]) -> Any:
         )
     axes.set_yticks(range(len(kinds)), sorted(kinds), fontsize=7)
     axes.set_xlabel("GB that a device sends in a step (exchanges of attention: at most)")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, ncol=2, loc="upper center", bbox_to_anchor=(0.5, -0.3))
     return figure

@@ -27,7 +27,8 @@ class HandSum:
         whole_layers: of sharded layers besides those that are kept: parameters that are being gathered, whole gradients
             of two layers, and the float32 form of those that are being scattered.
         attention: rows of q, k, v in both layouts, their float32 gradients, output and its gradient.
-        block: one block's activations and their gradients while it is differentiated.
+        block: one block's activations and their gradients while it is differentiated; where attention and MLP run one
+            after the other, and not side by side, what the MLP takes beyond the rows of attention.
     """
 
     parameters: int
@@ -59,6 +60,13 @@ def hand_sum(run: AbstractRun, *, forward_only: bool) -> HandSum:
     rows = capacity.text + capacity.image
     head_rows = (2 * capacity.key_rows + capacity.query_rows) * (model.width // model.num_heads)
     trains = not forward_only
+    # Forward: sent, received, and both joined with what stays. Backward: float32 gradients besides.
+    attention = head_rows * (2 * itemsize + trains * (2 * itemsize + 4))
+    # q, k, v (3), the MLP's hidden rows before and after its nonlinearity (4 + 4), norms and residuals (2); and a
+    # gradient of each.
+    block = rows * model.width * itemsize * (13 * (1 + trains))
+    if not _has_parallel_blocks(state.params):
+        block = max(block - attention, 0)
     kept, whole_layers = 0, max(_whole_layers(run, 2 * itemsize))
     if trains:
         kept, whole_layers = _at_the_peak(run, kept_bytes(run))
@@ -70,12 +78,15 @@ def hand_sum(run: AbstractRun, *, forward_only: bool) -> HandSum:
         gradients=trains * device_bytes(state.params),
         kept=kept,
         whole_layers=whole_layers,
-        # Forward: sent, received, and both joined with what stays. Backward: float32 gradients besides.
-        attention=head_rows * (2 * itemsize + trains * (2 * itemsize + 4)),
-        # q, k, v (3), the MLP's hidden rows before and after its nonlinearity (4 + 4), norms and residuals (2); and
-        # a gradient of each.
-        block=rows * model.width * itemsize * (13 * (1 + trains)),
+        attention=attention,
+        block=block,
     )
+
+
+def _has_parallel_blocks(params: Any) -> bool:
+    """Whether attention and MLP of a block take the same input, as in FLUX.1's single blocks."""
+    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(params))
+    return any(getattr(key, "key", None) == "single_blocks" for path in paths for key in path)
 
 
 def _whole_layers(run: AbstractRun, bytes_of_element: int) -> list[int]:
@@ -190,8 +201,7 @@ def _what(buffer: Buffer, op_name: str, shapes: Shapes) -> str:
         return "kept for the backward pass"
     if dims in shapes.wholes or tuple(reversed(dims)) in shapes.wholes or "all_gather" in op_name:
         return "whole layers: parameters and gradients"
-    if any(rows in dims for rows in shapes.attention_rows):
-        return "attention rows"
-    if any(math.prod(dims) % rows == 0 and math.prod(dims) for rows in shapes.attention_rows):
+    # As rows, or cut into blocks.
+    if any(rows in dims or math.prod(dims[:2]) == rows for rows in shapes.attention_rows):
         return "attention rows"
     return "activations of a block, and the rest"

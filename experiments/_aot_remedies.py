@@ -17,16 +17,23 @@ class Remedy:
 
     Attributes:
         text: what to set.
-        peak_bytes: predicted bytes of a device.
+        peak_bytes: predicted bytes of a device; None if it is what the run has.
         fits: whether they fit.
     """
 
     text: str
-    peak_bytes: int
+    peak_bytes: int | None
     fits: bool
 
+    def __str__(self) -> str:
+        if self.peak_bytes is None:
+            return f"{self.text}: set already"
+        return f"{self.text}: {size_text(max(self.peak_bytes, 0))}, {'fits' if self.fits else 'does not fit'}"
 
-def remedies(run: AbstractRun, hand: HandSum, peak_bytes: int, limit: int) -> list[Remedy]:
+
+def remedies(
+    run: AbstractRun, hand: HandSum, peak_bytes: int, limit: int, *, forward_only: bool = False
+) -> list[Remedy]:
     """Three cheaper settings with the bytes that they would take.
 
     Predicted: the compiled peak plus the difference of the sums made by hand.
@@ -36,38 +43,35 @@ def remedies(run: AbstractRun, hand: HandSum, peak_bytes: int, limit: int) -> li
         hand: its sum.
         peak_bytes: its compiled peak.
         limit: memory of a device.
+        forward_only: whether it is the evaluation step.
     """
     settings = run.requested.settings
     full = dataclasses.replace(settings, remat="full")
     sharded = dataclasses.replace(full, shards=settings.num_devices)
     sums = {
-        "train.remat=full": hand if settings.remat == "full" else _sum_of(run, full),
+        "train.remat=full": hand if settings.remat == "full" else _sum_of(run, full, forward_only),
         f"train.shards={settings.num_devices} (with train.remat=full)": (
-            hand if settings == sharded else _sum_of(run, sharded)
+            hand if settings == sharded else _sum_of(run, sharded, forward_only)
         ),
         "half the tokens on a device (half the token budget, or twice the devices)": hand.with_tokens(0.5),
     }
     found = []
     for text, total in sums.items():
-        if total is not hand:
-            peak = peak_bytes + total.total - hand.total
-            found.append(Remedy(text, peak, peak <= limit))
+        peak = peak_bytes + total.total - hand.total
+        found.append(Remedy(text, None if total is hand else peak, total is not hand and peak <= limit))
     return found
 
 
-def _sum_of(run: AbstractRun, settings: RunSettings) -> HandSum:
+def _sum_of(run: AbstractRun, settings: RunSettings, forward_only: bool) -> HandSum:
     shape = (settings.num_devices // settings.shards, settings.shards)
     mesh = AbstractMesh(shape, DATA_AXES, axis_types=(AxisType.Auto, AxisType.Auto))
     requested: Requested = dataclasses.replace(run.requested, settings=settings)
-    return hand_sum(AbstractRun(requested, mesh), forward_only=False)
+    return hand_sum(AbstractRun(requested, mesh), forward_only=forward_only)
 
 
 def does_not_fit_text(title: str, peak_bytes: int, limit: int, found: list[Remedy]) -> str:
     """One line: by how much it does not fit, and which cheaper settings would."""
-    by_setting = "; ".join(
-        f"{r.text}: {size_text(max(r.peak_bytes, 0))}, {'fits' if r.fits else 'does not fit'}" for r in found
-    )
     return (
         f"the program takes {size_text(peak_bytes)} of the {size_text(limit)} of a {title},"
-        f" {size_text(peak_bytes - limit)} too much. By arithmetic: {by_setting}."
+        f" {size_text(peak_bytes - limit)} too much. By arithmetic: {'; '.join(map(str, found))}."
     )

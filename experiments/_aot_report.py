@@ -188,8 +188,11 @@ def collective_report(collective: Collective) -> dict[str, Any]:
     }
 
 
-def traffic_report(collectives: Iterable[Collective]) -> dict[str, Any]:
-    """Bytes that a device sends in one run of the program, by kind; and what has nothing under it."""
+def traffic_report(collectives: Sequence[Collective]) -> dict[str, Any]:
+    """Bytes that a device sends in one run of the program, by kind; and what has nothing under it.
+
+    Ragged exchanges count as full, but in `planned_across_bytes`: as full as the first step's plan makes them.
+    """
     kinds: dict[str, dict[str, float]] = {}
     for collective in collectives:
         total = kinds.setdefault(
@@ -205,6 +208,7 @@ def traffic_report(collectives: Iterable[Collective]) -> dict[str, Any]:
         "by_kind": kinds,
         "inside_bytes": sum(kind["inside_bytes"] for kind in kinds.values()),
         "across_bytes": sum(kind["across_bytes"] for kind in kinds.values()),
+        "planned_across_bytes": sum(c.executions * c.expected.across for c in collectives),
         "nothing_under": nothing_under(collectives),
     }
 

@@ -47,7 +47,7 @@ def fits_line(report: Mapping[str, Any]) -> str:
     room = abs(memory["headroom_bytes"])
     pool = (
         ""
-        if memory["fits_default_pool"]
+        if memory["fits_default_pool"] or not memory["fits"]
         else (", but not in the 75 % that JAX takes by default: set XLA_PYTHON_CLIENT_MEM_FRACTION")
     )
     return (
@@ -82,7 +82,7 @@ def collectives_table(report: Mapping[str, Any], *, most: int = 40) -> str:
     large = [c for c in listed if c["bytes"] >= 1 << 20][:most]
     rows = [
         [
-            f"{c['kind']} {c['phase']}",
+            " ".join([c["kind"], c["phase"]]).strip(),
             f"{c['count']:g}",
             f"{c['bytes'] / 1e6:.1f}" + ("*" if c["is_upper_bound"] else ""),
             f"{c['inside_bytes'] / 1e6:.1f}",
@@ -210,7 +210,8 @@ def compare_table(reports: Sequence[Mapping[str, Any]]) -> str:
         ["kept for the backward pass, GB", *(gigabytes(r["memory"]["by_hand"]["kept"]) for r in reports)],
         ["TFLOP a device and step", *(f"{r['work']['flops'] / 1e12:.3f}" for r in reports)],
         ["GB sent inside machines", *(gigabytes(r["traffic"]["inside_bytes"]) for r in reports)],
-        ["GB sent across machines", *(gigabytes(r["traffic"]["across_bytes"]) for r in reports)],
+        ["GB sent across machines, at most", *(gigabytes(r["traffic"]["across_bytes"]) for r in reports)],
+        ["by the first plan", *(gigabytes(r["traffic"]["planned_across_bytes"]) for r in reports)],
         ["collectives with nothing under", *(str(len(r["traffic"]["nothing_under"])) for r in reports)],
         ["step, ms (modelled)", *(f"{r['modelled']['step_s'] * 1e3:.1f}" for r in reports)],
         ["of it waiting, ms (modelled)", *(f"{r['modelled']['waiting_s'] * 1e3:.1f}" for r in reports)],
@@ -224,11 +225,11 @@ def remat_table(reports: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         [
             r["settings"]["remat"],
-            gigabytes(r["memory"]["peak_bytes"]),
-            gigabytes(r["memory"]["by_hand"]["kept"]),
-            f"{r['work']['flops'] / 1e12:.3f}",
-            f"{(r['work']['flops'] - least) / 1e12:.3f}",
+            f"{r['memory']['peak_bytes'] / 1e6:,.0f}",
+            f"{r['memory']['by_hand']['kept'] / 1e6:,.0f}",
+            f"{r['work']['flops'] / 1e9:,.2f}",
+            f"{(r['work']['flops'] - least) / 1e9:,.2f}",
         ]
         for r in reports
     ]
-    return table(["train.remat", "GB a device", "GB kept", "TFLOP a device", "TFLOP recomputed"], rows)
+    return table(["train.remat", "MB a device", "MB kept", "GFLOP a device", "GFLOP recomputed"], rows)

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     from experiments._disk import check_writable, write_text
 
     check_writable(args.out.parent)
-    found: list[Any] = []
+    found: list[dict[str, Any]] = []
     for config, bindings, topology, forward_only in _PROGRAMS:
         label = " ".join([config, *bindings, "forward" if forward_only else "training"])
         report = DryRun(Target(gpu, parse_machines(topology)), forward_only).report(config, bindings, label)

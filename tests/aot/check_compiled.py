@@ -62,8 +62,11 @@ def test_hybrid_sharding_gathers_inside_machines(hybrid, sharded):
     assert across(sharded, "all-gather") > 0
     assert across(hybrid, "all-gather") == 0
     assert across(hybrid, "reduce-scatter") == 0
-    # Gradients cross once, reduced and in float32.
+    # Gradients cross once, reduced and in float32; those of layers under the backward pass of other layers.
     assert across(hybrid, "all-reduce") > across(sharded, "all-reduce")
+    in_loops = [c for c in hybrid["collectives"] if c["kind"] == "all-reduce" and c["count"] > 1]
+    assert len(in_loops) == 2
+    assert all(c["overlapped"] for c in in_loops)
 
 
 def test_gradients_are_reduced_in_float32(sharded):
@@ -78,7 +81,8 @@ def test_gradients_are_reduced_in_float32(sharded):
 def test_memory_is_that_of_the_buffers(sharded):
     memory = sharded["memory"]
     at_peak = sum(group["bytes"] for group in memory["temporaries"])
-    assert at_peak == pytest.approx(memory["temporaries_bytes"], rel=0.02)
+    # What is live at the peak; the rest of the allocation are gaps between buffers.
+    assert 0.9 * memory["temporaries_bytes"] < at_peak <= memory["temporaries_bytes"]
     assert memory["fits"]
 
 

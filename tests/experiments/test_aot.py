@@ -1,5 +1,6 @@
 """Dry runs, as far as they go without the CUDA compiler: input, memory by hand, reports."""
 
+import functools
 import json
 from types import SimpleNamespace
 
@@ -124,9 +125,15 @@ def abstract_run(*bindings):
     return AbstractRun(requested, AbstractMesh(shape, DATA_AXES, axis_types=(AxisType.Auto,) * 2))
 
 
+@functools.cache
+def by_hand(*bindings):
+    """A run of the tiny config and its sum, which several tests look at."""
+    run = abstract_run(*bindings)
+    return run, hand_sum(run, forward_only=False)
+
+
 def test_memory_by_hand():
-    run = abstract_run("train.remat=full")
-    found = hand_sum(run, forward_only=False)
+    run, found = by_hand("train.remat=full")
     num_params = sum(x.size for x in jax.tree.leaves(run.state.params))
     assert found.parameters == found.ema == found.gradients == 4 * num_params
     # Two moments, and a few counters.
@@ -143,23 +150,39 @@ def test_memory_by_hand():
     assert found.with_tokens(0.5).parameters == found.parameters
 
 
+def test_memory_by_hand_of_sharded_layers():
+    run, found = by_hand("train.remat=full", "train.shards=2", "train.num_devices=2", "train.bags=g2n1")
+    _, whole = by_hand("train.remat=full")
+    assert whole.parameters / 2 <= found.parameters < whole.parameters
+    stacks = run.state.params["backbone"]
+    elements = [
+        sum(x.size // x.shape[0] for x in jax.tree.leaves(stacks[name]))
+        for name in ("double_blocks", "single_blocks")
+    ]
+    # Of float32 layers: parameters on their way, gradients of two layers, and what is being scattered.
+    assert found.whole_layers in [4 * 4 * count for count in elements]
+    forward = hand_sum(run, forward_only=True)
+    assert forward.whole_layers == 2 * 4 * max(elements)
+
+
 def test_policies_keep_more_or_less():
     full, attention, everything = (
-        hand_sum(abstract_run(f"train.remat='{name}'"), forward_only=False).kept
-        for name in ("full", "attention", "none")
+        by_hand(f"train.remat={name}")[1].kept for name in ("full", "attention", "'none'")
     )
     assert full < attention < everything
 
 
 def test_remedies_are_evaluated():
-    run = abstract_run("train.remat='none'")
-    hand = hand_sum(run, forward_only=False)
+    run, hand = by_hand("train.remat='none'")
     by_text = {r.text: r for r in remedies(run, hand, hand.total, hand.total - 1)}
     assert len(by_text) == 3
     less = by_text["train.remat=full"]
     assert less.fits
     assert less.peak_bytes < hand.total
     assert all(r.fits == (r.peak_bytes < hand.total) for r in by_text.values())
+    full, hand = by_hand("train.remat=full")
+    first = remedies(full, hand, hand.total, hand.total - 1)[0]
+    assert str(first) == "train.remat=full: set already"
 
 
 def test_what_does_not_fit_is_told():
