@@ -13,6 +13,7 @@ from experiments.hlo import (
     Executions,
     Module,
     WorkCounter,
+    attention_rules,
     collective_seconds,
     count_executions,
     find_collectives,
@@ -47,12 +48,18 @@ class Analysis:
 
     @classmethod
     def of(
-        cls, text: str, *, per_machine: int, trips: float, shares: tuple[float, float] | None = None
+        cls,
+        text: str,
+        *,
+        per_machine: int,
+        trips: float,
+        block: int,
+        shares: tuple[float, float] | None = None,
     ) -> "Analysis":
-        """Read a scheduled HLO text; the arguments are those of `find_collectives` and `WorkCounter`."""
+        """Read a scheduled HLO text; `block` is attention's, the others as in `find_collectives` and `WorkCounter`."""
         module = parse_module(text)
         executions = count_executions(module, data_dependent_trips=trips)
-        counter = WorkCounter(module, data_dependent_trips=trips)
+        counter = WorkCounter(module, data_dependent_trips=trips, rules=attention_rules(trips * block))
         collectives = find_collectives(
             module, executions, counter, per_machine=per_machine, ragged_shares=shares
         )
@@ -76,6 +83,7 @@ def build_report(
         compiled.text,
         per_machine=target.machines.gpus,
         trips=plans.block_visits,
+        block=settings.block,
         shares=(plans.sent_fraction - plans.across_fraction, plans.across_fraction),
     )
     return {

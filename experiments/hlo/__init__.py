@@ -7,6 +7,7 @@ from experiments.hlo._collectives import Collective as Collective
 from experiments.hlo._collectives import find_collectives as find_collectives
 from experiments.hlo._cost import Work as Work
 from experiments.hlo._cost import WorkCounter as WorkCounter
+from experiments.hlo._cost import attention_rules as attention_rules
 from experiments.hlo._counts import Executions as Executions
 from experiments.hlo._counts import count_executions as count_executions
 from experiments.hlo._counts import trip_count as trip_count

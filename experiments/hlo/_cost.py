@@ -92,6 +92,31 @@ def _nothing(computation: Computation, instruction: Instruction) -> float:
     return 0.0
 
 
+# Products of queries and keys (of 2 d FLOPs a pair) in each kernel of packed attention, by its name.
+_ATTENTION_PRODUCTS = {
+    "packed_attention_forward": 2,
+    "packed_attention_grad_queries": 3,
+    "packed_attention_grad_keys": 4,
+}
+
+
+def attention_rules(keys_per_query: float) -> Mapping[str, FlopRule]:
+    """FLOPs of packed attention's Triton kernels, whose loops turn as often as the data say.
+
+    Args:
+        keys_per_query: keys that a row of queries meets, on average over rows with padding.
+    """
+
+    def rule(computation: Computation, instruction: Instruction) -> float | None:
+        products = [n for name, n in _ATTENTION_PRODUCTS.items() if name in instruction.op_name]
+        if not products:
+            return None
+        rows, dim = computation.operand_shapes(instruction)[1][0].dims  # after the table of visits
+        return products[0] * 2.0 * rows * keys_per_query * dim
+
+    return {"__gpu$xla.gpu.triton": rule}
+
+
 # Rules by `custom_call_target`, for calls whose work cannot be read from the instruction itself.
 DEFAULT_RULES: Mapping[str, FlopRule] = {
     "__cublas$gemm": _gemm_call_flops,
@@ -166,8 +191,8 @@ class WorkCounter:
             flops = self._custom_flops(computation, instruction)
         else:
             return {}
-        operands = computation.operand_shapes(instruction)
-        dtype = operands[0][0].dtype if operands and operands[0] else "f32"
+        found = [shape.dtype for shapes in computation.operand_shapes(instruction) for shape in shapes]
+        dtype = next((dtype for dtype in found if dtype.startswith(("f", "bf"))), "f32")
         return {dtype: flops} if flops else {}
 
     def _own_unknown(self, computation: Computation, instruction: Instruction) -> dict[str, float]:

@@ -207,7 +207,7 @@ def test_a_plan_says_how_often_attention_turns():
 
 @pytest.fixture(scope="module")
 def report():
-    analysis = Analysis.of((DATA / "fsdp.hlo").read_text(), per_machine=4, trips=1.0)
+    analysis = Analysis.of((DATA / "fsdp.hlo").read_text(), per_machine=4, trips=1.0, block=128)
     hand = HandSum(*range(10**9, 10**10, 10**9))
     memory = {
         "gpu_bytes": 85 * 10**9,

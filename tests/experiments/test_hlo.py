@@ -13,6 +13,7 @@ from jax import lax
 from experiments.hlo import (
     Traffic,
     WorkCounter,
+    attention_rules,
     count_executions,
     find_collectives,
     model_step,
@@ -148,6 +149,33 @@ def test_custom_calls_are_counted_by_rule_or_said_to_be_unknown():
     assert work.flops == {"f32": 20.0}
     # Reads and writes of both calls.
     assert work.num_bytes == 4 * 256
+
+
+@pytest.mark.parametrize(
+    ("kernel", "products", "more"),
+    [("forward", 2, "%k"), ("grad_queries", 3, "%q, %k"), ("grad_keys", 4, "%q, %k"), ("other", None, "%k")],
+)
+def test_work_of_the_attention_kernels(kernel, products, more):
+    """By hand: products of 2 x 64 channels for each of 4,096 queries and the 300 keys that it meets."""
+    attributes = (
+        f'custom_call_target="__gpu$xla.gpu.triton", metadata={{op_name="f/packed_attention_{kernel}/pallas_call"}},'
+        ' backend_config={debug = false, grid_x = 32 : i32, ir = "ML"}'
+    )
+    text = f"""HloModule m, is_scheduled=true
+
+ENTRY %main (visits: s32[32,5], q: bf16[4096,64], k: bf16[2048,64]) -> bf16[4096,64] {{
+  %visits = s32[32,5]{{1,0}} parameter(0)
+  %q = bf16[4096,64]{{1,0}} parameter(1)
+  %k = bf16[2048,64]{{1,0}} parameter(2)
+  ROOT %call = bf16[4096,64]{{1,0}} custom-call(%visits, %q, {more}), {attributes}
+}}
+"""
+    work = WorkCounter(parse_module(text), rules=attention_rules(300.0)).of_program()
+    if products is None:
+        assert work.unknown == {"__gpu$xla.gpu.triton": 1.0}
+    else:
+        assert work.flops == {"bf16": products * 2 * 64 * 4096 * 300}
+        assert not work.unknown
 
 
 def test_a_slice_reads_what_it_returns():
