@@ -4,6 +4,7 @@ import ctypes
 import functools
 import logging
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,12 +85,25 @@ def prepare_platform(num_devices: int, processes: ProcessSettings) -> None:
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        jax.distributed.initialize(*explicit, heartbeat_timeout_seconds=processes.heartbeat_s)
+        jax.distributed.initialize(
+            *explicit,
+            local_device_ids=_all_gpus_of_the_task() if processes.cluster else None,
+            heartbeat_timeout_seconds=processes.heartbeat_s,
+        )
     except (RuntimeError, ValueError) as error:
         raise UserError(
             f"the processes of the run cannot be joined: {one_line(str(error))}. Check --coordinator, which every"
             " process must be able to reach, or what the cluster's environment says."
         ) from error
+
+
+def _all_gpus_of_the_task() -> list[int] | None:
+    """All GPUs of the machine for a SLURM task that is alone on it, of which JAX would take one; else None."""
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    gpus = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    if "JAX_LOCAL_DEVICE_IDS" in os.environ or not gpus.isdigit():
+        return None
+    return list(range(int(gpus))) if re.fullmatch(r"1(\(x\d+\))?", tasks) else None
 
 
 def _keep_freed_memory() -> None:

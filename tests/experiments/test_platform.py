@@ -47,3 +47,34 @@ def test_processes_that_are_given_different_things_are_told(monkeypatch):
     settings = _components.train()
     with pytest.raises(UserError, match="their training data and settings differ"):
         Run.make(settings, mesh, open_data(settings))
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_GPUS_ON_NODE": "8"}, list(range(8))),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_GPUS_ON_NODE": "2"}, [0, 1]),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x4)", "SLURM_GPUS_ON_NODE": "8"}, None),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2),4", "SLURM_GPUS_ON_NODE": "8"}, None),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x4)"}, None),
+        (
+            {
+                "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+                "SLURM_GPUS_ON_NODE": "8",
+                "JAX_LOCAL_DEVICE_IDS": "0,1",
+            },
+            None,
+        ),
+        ({}, None),
+    ],
+)
+def test_a_task_alone_on_its_machine_takes_all_its_gpus(monkeypatch, environment, expected):
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "JAX_LOCAL_DEVICE_IDS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    asked = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: asked.update(options))
+    monkeypatch.setattr(jax.config, "update", lambda *args: None)
+    _platform.prepare_platform(8, _platform.ProcessSettings(cluster=True))
+    assert asked["local_device_ids"] == expected
