@@ -1,5 +1,6 @@
 """Test session set-up: eight virtual CPU devices, and shapes in signatures checked at run time."""
 
+import gc
 import os
 
 # Many steps in flight dead-lock XLA's CPU collectives unless its thread pool is larger than the machine.
@@ -18,3 +19,13 @@ import tests.typechecker  # the hook names it below, and looks no deeper than wh
 
 assert tests.typechecker
 install_import_hook(["parallel", "jaxdit"], "tests.typechecker.checked")
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Forget compiled programs where a folder of tests ends.
+
+    Each keeps its code mapped into memory, and the system grants a process some 65,000 maps; past them XLA aborts.
+    """
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        jax.clear_caches()
+        gc.collect()
