@@ -90,6 +90,7 @@ class Trainer:
             return Start(self.run.init_state(), 0, capacity, None)
         meta = checkpoints.meta(latest)
         self.run.check_same_data(meta, checkpoints.directory)
+        self.run.check_same_adapter(meta, checkpoints.directory)
         capacity = self.run.saved_capacity(meta) or self._fresh_capacity(latest)
         wanted = self.run.abstract_state._replace(frozen={})
         state = checkpoints.restore(wanted, step=latest).state._replace(frozen=self.run.frozen())

@@ -41,7 +41,7 @@ from jaxdit.training import (
     bytes_per_device,
     merged,
 )
-from jaxdit.weights import add_lora, check_checkpoint, load_lora, load_params
+from jaxdit.weights import add_lora, check_checkpoint, checkpoint_digest, load_lora, load_params
 from solver import CostModel, RouteCapacity, StepCapacity, Topology, parse_bags
 
 _LOG = logging.getLogger(__name__)
@@ -226,6 +226,7 @@ class Run:
         _LOG.info("loading %s", path)
         shardings = program.state_shardings()
         found = shardings.params if settings.adapter is None else shardings.frozen
+        assert self._adapter_key is None or settings.adapter  # read now, while the files are there
         for name in model.backbone_path:
             found = found[name]
         with checking("train.init_from"):
@@ -253,6 +254,7 @@ class Run:
             "seed": self.settings.seed,
             "data": self.training_data.train.digest,
             "layout": self._layout_key(),
+            "adapter": self._adapter_key,
             # A round trip, since JSON has lists where capacities have tuples.
             "capacity": json.loads(json.dumps(dataclasses.asdict(capacity))),
         }
@@ -283,6 +285,49 @@ class Run:
             planner.padded,
             self.settings.micro_batches,
         ]
+
+    @cached_property
+    def _adapter_key(self) -> dict[str, Any] | None:
+        """What adapters are of, and how they enter: other values would make another model of them."""
+        settings = self.settings
+        if settings.adapter is None:
+            return None
+        assert settings.init_from is not None
+        with checking("train.init_from"):
+            base = checkpoint_digest(settings.init_from)
+        lora = settings.adapter.lora
+        return {"base": base, "scale": lora.scale, "targets": sorted(lora.targets)}
+
+    def check_same_adapter(
+        self, meta: dict[str, Any], folder: os.PathLike[str], *, has_base: bool = True
+    ) -> None:
+        """Refuse adapters of another model, or that would enter it differently.
+
+        Args:
+            meta: what the checkpoint says of its run.
+            folder: where it is, for the message.
+            has_base: whether the model itself is used.
+
+        Raises:
+            UserError: naming what changed.
+        """
+        saved = meta.get("adapter")
+        if saved is None or self.settings.adapter is None:
+            return
+        names = {"scale": "lora.alpha / lora.rank", "targets": "lora.targets"}
+        mine = {
+            "scale": self.settings.adapter.lora.scale,
+            "targets": sorted(self.settings.adapter.lora.targets),
+        }
+        if has_base:
+            names["base"] = "the weights at train.init_from"
+            mine = self._adapter_key or mine
+        changed = [title for name, title in names.items() if saved[name] != mine[name]]
+        if changed:
+            raise UserError(
+                f"{folder} holds adapters that were trained with other {' and '.join(changed)}. Restore what it was, or"
+                " choose another --workdir."
+            )
 
     def check_same_data(self, meta: dict[str, Any], folder: os.PathLike[str]) -> None:
         """Refuse to go on from a checkpoint where its position would mean other sequences.
@@ -354,7 +399,7 @@ class Run:
         if jax.process_count() == 1:
             return
         validation = self.training_data.validation
-        plain = (int, float, str, tuple, type(None))
+        plain = (int, float, str, tuple, AdapterSpec, type(None))
         settings = {f.name: getattr(self.settings, f.name) for f in dataclasses.fields(self.settings)}
         parts = {
             "training data": self.training_data.train.digest,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from experiments._components import ModelSpec, RunSettings
 from experiments._config import UserError, checking
 from experiments._data_components import DataSpec
-from experiments.data import DataError, Source, StepSampler, ValidationSampler, split_source
+from experiments.data import DataError, EncodedFolder, Source, StepSampler, ValidationSampler, split_source
+from jaxdit.models import DiTConfig
 
 # Fewer held-out names than this are chosen by count and not by chance.
 _FEW_NAMES = 8
@@ -34,7 +35,11 @@ def open_data(settings: RunSettings) -> Data:
     """
     spec = settings.data
     with data_errors(), checking("data"):
-        sources, held_out = _open_sources(spec, settings.seed)
+        opened = spec.open()
+        for source in opened:
+            if isinstance(source, EncodedFolder):
+                _check_row_order(source, settings.model)
+        sources, held_out = _divided(opened, spec, settings.seed)
         train = StepSampler(
             sources,
             weights=spec.weights,
@@ -62,9 +67,8 @@ def data_errors() -> Iterator[None]:
         raise UserError(str(error)) from error
 
 
-def _open_sources(spec: DataSpec, seed: int) -> tuple[list[Source], list[Source]]:
+def _divided(sources: list[Source], spec: DataSpec, seed: int) -> tuple[list[Source], list[Source]]:
     """Sources to train on, and to validate with; of the latter none if nothing is held out."""
-    sources = spec.open()
     if not spec.validation_fraction:
         return sources, []
     parts = [_split(source, spec.validation_fraction, seed) for source in sources]
@@ -100,6 +104,17 @@ def _check_fits_model(source: Source, model: ModelSpec) -> None:
         raise UserError(
             f"text_to_image.max_text must hold the longest caption of {source.name}; got"
             f" max_text={model.max_text}, longest={longest}. Raise it."
+        )
+
+
+def _check_row_order(source: EncodedFolder, model: ModelSpec) -> None:
+    """A DiT's rows are (row, column, channel) of its own patch; FLUX.1's, (channel, row, column)."""
+    wanted = isinstance(model.config, DiTConfig)
+    patch = model.config.patch_size if isinstance(model.config, DiTConfig) else source.latent_patch
+    if source.channels_last != wanted or source.latent_patch != patch:
+        raise UserError(
+            f"encoded.channels_last must be {wanted} and encoded.patch {patch} for this model; got"
+            f" channels_last={source.channels_last}, patch={source.latent_patch}."
         )
 
 

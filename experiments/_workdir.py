@@ -126,7 +126,9 @@ class OpenedRun:
     step: int
 
 
-def load_run(workdir: Path, bindings: Sequence[str], num_devices: int | None = None) -> OpenedRun:
+def load_run(
+    workdir: Path, bindings: Sequence[str], num_devices: int | None = None, *, adapters_alone: bool = False
+) -> OpenedRun:
     """The run of a workdir with its EMA parameters; the data it was trained on need not be there.
 
     Args:
@@ -134,6 +136,7 @@ def load_run(workdir: Path, bindings: Sequence[str], num_devices: int | None = N
         bindings: `--set` texts applied to the run's own config, for example another sampler.
         num_devices: devices to use instead of the run's, each sequence spread over all of them; parameters are then
             replicated unless `bindings` say otherwise.
+        adapters_alone: of a run that trained adapters, load nothing else.
 
     Raises:
         UserError: if there is no run or no checkpoint in it.
@@ -141,8 +144,9 @@ def load_run(workdir: Path, bindings: Sequence[str], num_devices: int | None = N
     config = workdir / CONFIG_FILE
     if not config.is_file():
         raise UserError(f"no {CONFIG_FILE} in {workdir}: is it the workdir of a run of experiments.train?")
-    from experiments import _platform
+    from experiments import _components, _platform
 
+    assert _components  # registers what a run's config names
     load_config(config, [*_on_devices(num_devices), *bindings])
     settings = checked_settings(bindings)
     _platform.prepare_platform(settings.num_devices, _platform.ProcessSettings())
@@ -155,8 +159,10 @@ def load_run(workdir: Path, bindings: Sequence[str], num_devices: int | None = N
     run = Run.make(settings, mesh, None)
     with Checkpoints(workdir, read_only=True) as checkpoints:
         restored = checkpoints.restore({"ema": run.abstract_state.ema}, partial=True)
+        run.check_same_adapter(restored.meta, checkpoints.directory, has_base=not adapters_alone)
     _LOG.info("EMA weights of step %d of %s", restored.step, workdir)
-    return OpenedRun(run, merged(run.frozen(), restored.state["ema"]), restored.step)
+    frozen = {} if adapters_alone else run.frozen()
+    return OpenedRun(run, merged(frozen, restored.state["ema"]), restored.step)
 
 
 def _on_devices(count: int | None) -> list[str]:

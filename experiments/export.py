@@ -17,11 +17,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workdir", required=True, type=Path, help="folder of a run of experiments.train")
     parser.add_argument("--out", required=True, type=Path, help="folder to make")
     parser.add_argument(
-        "--layout", default="diffusers", choices=("diffusers", "original"), help="names of the tensors"
+        "--layout", choices=("diffusers", "original"), help="names of the tensors (default: diffusers)"
     )
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument(
-        "--sample-size", type=int, default=32, help="edge of the latent images a DiT is for, in latent pixels"
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the tensors (default: float32)"
+    )
+    parser.add_argument(
+        "--sample-size", type=int, help="edge of a DiT's latent images, in latent pixels (default: 32)"
     )
     parser.add_argument("--max-file-gb", type=float, default=5.0, help="size above which files are divided")
     parser.add_argument("--merge", action="store_true", help="of a run with adapters: the whole model")
@@ -33,36 +35,37 @@ def main(argv: Sequence[str]) -> int:
     """Export the EMA weights of the backbone, or its adapters. Returns the exit code."""
     args = _parser().parse_args(argv)
     log_to_stderr()
-    if not args.max_file_gb > 0:
-        raise UserError(f"--max-file-gb must be positive; got {args.max_file_gb}.")
+    if not 0 < args.max_file_gb < 1e9:
+        raise UserError(f"--max-file-gb must be positive, and a number; got {args.max_file_gb}.")
     from experiments._config import checking
     from experiments._disk import writing
     from experiments._workdir import load_run
-    from jaxdit.weights import merge_lora, save_lora, save_params
+    from jaxdit.weights import check_target, merge_lora, save_lora, save_params
 
-    opened = load_run(args.workdir, args.bindings)
+    with checking("--out"), writing(args.out, "Choose another --out."):
+        check_target(args.out)
+    opened = load_run(args.workdir, args.bindings, adapters_alone=not args.merge)
     model, adapter = opened.run.settings.model, opened.run.settings.adapter
     if args.merge and adapter is None:
         raise UserError("--merge is for runs with train.adapter; this one trained all parameters.")
     params = opened.params
     for name in model.backbone_path:
         params = params[name]
+    options = {"layout": args.layout, "dtype": args.dtype, "sample_size": args.sample_size}
+    given = {name: value for name, value in options.items() if value is not None}
     with checking("--out"), writing(args.out, "Choose another --out."):
         if adapter is not None and not args.merge:
+            if given:
+                raise UserError(
+                    f"adapters are written in float32 by diffusers' names; got {', '.join(given)}. With --merge the"
+                    " whole model is written as asked."
+                )
             save_lora(args.out, params, model.config, adapter.lora)
-            logging.info("wrote adapters to %s, step %d of %s", args.out, opened.step, args.workdir)
-            return 0
-        if adapter is not None:
-            params = merge_lora(params, model.config, adapter.lora)
-        save_params(
-            args.out,
-            params,
-            model.config,
-            layout=args.layout,
-            dtype=args.dtype,
-            sample_size=args.sample_size,
-            max_file_bytes=round(args.max_file_gb * 1e9),
-        )
+        else:
+            if adapter is not None:
+                params = merge_lora(params, model.config, adapter.lora)
+            max_file_bytes = round(args.max_file_gb * 1e9)
+            save_params(args.out, params, model.config, max_file_bytes=max_file_bytes, **given)
     logging.info("wrote %s, step %d of %s", args.out, opened.step, args.workdir)
     return 0
 

@@ -66,11 +66,12 @@ def main(argv: Sequence[str]) -> int:
     check_prompts(run)
     with _workdir.only_user(workdir), Checkpoints(workdir, keep=settings.keep) as checkpoints:
         trainer = Trainer(run, workdir, args.profile)
+        if (checkpoints.latest() or 0) < settings.steps:
+            check_disk_space(workdir, state_bytes(run.abstract_state._replace(frozen={})), settings.keep)
         start = trainer.start(checkpoints)
         if start.step >= settings.steps:
             trainer.finish(start)
             return 0
-        check_disk_space(workdir, state_bytes(run.abstract_state._replace(frozen={})), settings.keep)
         # Only now is it sure that the folder is this run's: nothing of another run has been overwritten.
         _workdir.describe(run, workdir)
         trainer.train(start, checkpoints)

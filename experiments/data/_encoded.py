@@ -56,6 +56,7 @@ class _Header:
     pooled: int
     label: int | None
     size: int
+    shapes: str = ""
     error: str = ""
 
 
@@ -86,6 +87,7 @@ class EncodedFolder:
         self.name, self._root, self._rules = f"folder {root.name}", root, rules
         # Rows are no pixels: nothing can be drawn from them without the decoder.
         self.patch = 0
+        self.latent_patch, self.channels_last = rules.patch, rules.channels_last
         self._headers = headers = _readable(root, names, BadTally(rules.bad_limit, self.name))
         _check(self.name, headers, rules.patch)
         first = headers[0]
@@ -141,21 +143,37 @@ class EncodedFolder:
         header = self._headers[index]
         try:
             with safe_open(self._root / header.name, framework="np") as file:
-                latents = np.asarray(file.get_tensor("latents"), np.float32)
+                if _shapes_text(file) != header.shapes:
+                    raise BadSampleError(
+                        f"holds {_shapes_text(file)} now, {header.shapes} when the run began"
+                    )
+                tensors = {
+                    key: np.asarray(file.get_tensor(key), np.float32)
+                    for key in file.keys()  # noqa: SIM118 (no mapping)
+                    if key in _FEATURES
+                }
         except (SafetensorError, OSError) as error:
             raise BadSampleError(str(error)) from error
-        if latents.size != np.prod(header.latents):
-            raise BadSampleError(
-                f"latents have shape {latents.shape} now, {header.latents} when the run began"
-            )
-        if not np.isfinite(latents).all():
-            raise BadSampleError("latents have values that are not finite")
+        for key, values in tensors.items():
+            if not np.isfinite(values).all():
+                raise BadSampleError(f"{key} has values that are not finite")
         c, t, h, w = header.latents
         p = self._rules.patch
         # (c, t, h/p, ph, w/p, pw) to (t, h/p, w/p, row)
-        blocks = latents.reshape(c, t, h // p, p, w // p, p)
+        blocks = tensors["latents"].reshape(c, t, h // p, p, w // p, p)
         order = (1, 2, 4, 3, 5, 0) if self._rules.channels_last else (1, 2, 4, 0, 3, 5)
         return np.ascontiguousarray(blocks.transpose(order).reshape(t * (h // p) * (w // p), p * p * c))
+
+
+_FEATURES = ("latents", "text", "pooled")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_INTEGERS = ("I8", "I16", "I32", "I64", "U8", "U16", "U32")
+
+
+def _shapes_text(file: Any) -> str:
+    """Names, dtypes and shapes of a file's tensors."""
+    parts = {key: file.get_slice(key) for key in sorted(file.keys())}
+    return ", ".join(f"{key} {part.get_dtype()}{part.get_shape()}" for key, part in parts.items())
 
 
 def _readable(root: Path, names: Sequence[str], tally: BadTally) -> list[_Header]:
@@ -178,21 +196,28 @@ def _header(root: Path, name: str) -> _Header:
     try:
         size = os.path.getsize(root / name)
         with safe_open(root / name, framework="np") as file:
-            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (no mapping)
-            label = int(np.asarray(file.get_tensor("label")).reshape(())) if "label" in shapes else None
+            text = _shapes_text(file)
+            parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+            shapes = {key: tuple(part.get_shape()) for key, part in parts.items()}
+            dtypes = {key: part.get_dtype() for key, part in parts.items()}
+            has_label = shapes.get("label") in ((), (1,)) and dtypes["label"] in _INTEGERS
+            label = int(np.asarray(file.get_tensor("label")).reshape(())) if has_label else None
     except (SafetensorError, OSError, ValueError) as error:
         return dataclasses.replace(empty, error=str(error) or type(error).__name__)
-    latents = shapes.get("latents", ())
+    latents, features = shapes.get("latents", ()), shapes.get("text", (0, 0))
     if len(latents) == 3:
         latents = (latents[0], 1, *latents[1:])
-    text, pooled = shapes.get("text", (0, 0)), shapes.get("pooled", (0,))
-    if len(latents) != 4 or min(latents) < 1 or len(text) != 2 or len(pooled) != 1 or (label or 0) < 0:
+    pooled = shapes.get("pooled", (0,))
+    fits = len(latents) == 4 and min(latents) > 0 and len(features) == 2 and len(pooled) == 1
+    fits &= all(dtypes[key] in _FLOATS for key in _FEATURES if key in dtypes)
+    fits &= "label" not in shapes or (label is not None and 0 <= label < 1 << 31)
+    if not fits:
         return dataclasses.replace(
             empty,
             error="latents must be (channels, height, width) or (channels, frames, height, width), text (tokens,"
-            f" features), pooled (features), label not negative; got {shapes}, label={label}",
+            f" features), pooled (features), all float, and label an integer from 0; got {text}, label={label}",
         )
-    return _Header(name, latents, text, pooled[0], label, size)
+    return _Header(name, latents, features, pooled[0], label, size, text)
 
 
 def _check(name: str, headers: Sequence[_Header], patch: int) -> None:

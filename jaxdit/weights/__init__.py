@@ -3,6 +3,8 @@
 from ._configs import config_json as config_json
 from ._configs import read_config as read_config
 from ._files import WeightsError as WeightsError
+from ._files import check_target as check_target
+from ._files import checkpoint_digest as checkpoint_digest
 from ._load import check_checkpoint as check_checkpoint
 from ._load import load_params as load_params
 from ._lora import DEFAULT_TARGETS as DEFAULT_TARGETS
@@ -21,6 +23,8 @@ __all__ = [
     "abstract_params",
     "add_lora",
     "check_checkpoint",
+    "check_target",
+    "checkpoint_digest",
     "config_json",
     "load_lora",
     "load_params",

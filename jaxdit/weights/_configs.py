@@ -1,9 +1,10 @@
 """A model's shape as diffusers writes it: config.json."""
 
 import json
+import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def read_config(path: str | os.PathLike[str], *, compute_dtype: str = "bfloat16"
     path = path / CONFIG_NAME if path.is_dir() else path
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(
             f"{path} cannot be read as a model's config ({error}). A folder in diffusers' layout has a config.json."
         ) from error
@@ -107,6 +108,8 @@ def check_config(path: str | os.PathLike[str], config: ModelConfig) -> None:
         WeightsError: with the settings that differ.
     """
     stored = read_config(path, compute_dtype=config.compute_dtype)
+    if isinstance(config, MMDiTConfig) and config.out_channels == config.in_channels:
+        config = replace(config, out_channels=None)
     if type(stored) is not type(config):
         raise WeightsError(
             f"{path} is of a {type(stored).__name__}, the model is of a {type(config).__name__}."
@@ -132,16 +135,38 @@ def _checked(
     if unknown:
         raise WeightsError(f"{path} has settings that this model does not know: {unknown}.")
     found = {**defaults, **{name: value for name, value in values.items() if name in defaults}}
+    for name, value in found.items():
+        _check_type(path, name, value, defaults[name])
     for name, value in fixed.items():
         if found[name] != value:
             raise WeightsError(f"{path}: {name} must be {value!r}; got {found[name]!r}.")
     return found
 
 
+def _check_type(path: Path, name: str, value: Any, default: Any) -> None:
+    """Refuse a value of another kind than the default's; JSON's true is no 1, and 2.0 no number of layers."""
+    if name == "axes_dims_rope":
+        fits = isinstance(value, list) and all(type(x) is int for x in value)
+        kind = "a list of whole numbers"
+    elif default is None or type(default) is int:
+        fits = type(value) is int or (value is None and default is None)
+        kind = "a whole number"
+    elif type(default) is float:
+        fits = type(value) in (int, float) and math.isfinite(value)
+        kind = "a number"
+    else:
+        fits = type(value) is type(default)
+        kind = "true or false" if type(default) is bool else "a text"
+    if not fits:
+        raise WeightsError(
+            f"{path}: {name} must be {kind}; got {value!r:.100}. Save the config again with diffusers."
+        )
+
+
 def _flux(values: Mapping[str, Any], compute_dtype: str) -> MMDiTConfig:
     return MMDiTConfig(
         in_channels=values["in_channels"],
-        out_channels=values["out_channels"],
+        out_channels=None if values["out_channels"] == values["in_channels"] else values["out_channels"],
         text_channels=values["joint_attention_dim"],
         pooled_channels=values["pooled_projection_dim"],
         width=values["num_attention_heads"] * values["attention_head_dim"],
@@ -156,7 +181,7 @@ def _flux(values: Mapping[str, Any], compute_dtype: str) -> MMDiTConfig:
 
 def _dit(values: Mapping[str, Any], compute_dtype: str) -> DiTConfig:
     channels = values["in_channels"]
-    out_channels = values["out_channels"] or channels
+    out_channels = channels if values["out_channels"] is None else values["out_channels"]
     if out_channels not in (channels, 2 * channels):
         raise ValueError(
             f"out_channels must be in_channels or twice as many; got {out_channels} and in_channels={channels}."
@@ -185,10 +210,22 @@ def config_json(config: ModelConfig, *, sample_size: int) -> str:
     Raises:
         WeightsError: for a model that diffusers cannot express.
     """
-    make: Callable[[Any, int], dict[str, Any]] = (
-        _flux_values if isinstance(config, MMDiTConfig) else _dit_values
-    )
-    return json.dumps(make(config, sample_size), indent=2) + "\n"
+    if isinstance(config, MMDiTConfig):
+        return json.dumps(_flux_values(config), indent=2) + "\n"
+    check_sample_size(sample_size, config)
+    return json.dumps(_dit_values(config, sample_size), indent=2) + "\n"
+
+
+def check_sample_size(sample_size: int, config: DiTConfig) -> None:
+    """Refuse images that patches do not divide.
+
+    Raises:
+        WeightsError: naming the rule.
+    """
+    if sample_size < 1 or sample_size % config.patch_size:
+        raise WeightsError(
+            f"sample_size must be a multiple of the patch, {config.patch_size}; got {sample_size}."
+        )
 
 
 def _refuse_others(fixed: Mapping[str, tuple[Any, Any]]) -> None:
@@ -201,7 +238,7 @@ def _refuse_others(fixed: Mapping[str, tuple[Any, Any]]) -> None:
         )
 
 
-def _flux_values(config: MMDiTConfig, sample_size: int) -> dict[str, Any]:
+def _flux_values(config: MMDiTConfig) -> dict[str, Any]:
     _refuse_others(
         {
             "mlp_ratio": (config.mlp_ratio, 4.0),

@@ -1,8 +1,10 @@
 """Safetensors files on disk: what is in them, read piece by piece, and written whole or not at all."""
 
+import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +15,15 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-__all__ = ["TensorFiles", "TensorInfo", "WeightsError", "check_target", "open_files", "write_files"]
+__all__ = [
+    "TensorFiles",
+    "TensorInfo",
+    "WeightsError",
+    "check_target",
+    "checkpoint_digest",
+    "open_files",
+    "write_files",
+]
 
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 _INDEX_SUFFIX = ".index.json"
@@ -54,18 +64,41 @@ class TensorFiles:
         """(first row, rows) of a tensor between two rows of its first axis, at most 8 MiB at a time.
 
         The file is mapped anew for every chunk, so that pages read before do not stay in this process.
+
+        Raises:
+            WeightsError: for values that are not finite.
         """
         info = self.tensors[name]
         row_bytes = int(np.prod(info.shape[1:])) * int(info.dtype.lstrip("BF")) // 8
         step = max(_CHUNK_BYTES // max(row_bytes, 1), 1)
         for start in range(*rows, step):
             with _opened(info.file) as file:
-                yield start, file.get_slice(name)[start : min(start + step, rows[1])]
+                chunk = file.get_slice(name)[start : min(start + step, rows[1])]
+            if not np.isfinite(chunk).all():
+                raise WeightsError(
+                    f"{self.path}: {name} has values that are not finite. Take another checkpoint."
+                )
+            yield start, chunk
 
     def scalar(self, name: str) -> float:
-        """The value of a tensor of one element."""
+        """The value of a tensor of one element.
+
+        Raises:
+            WeightsError: if it has several.
+        """
         with _opened(self.tensors[name].file) as file:
-            return float(np.asarray(file.get_tensor(name), np.float32).reshape(()))
+            value = np.asarray(file.get_tensor(name), np.float32)
+        if value.size != 1:
+            raise WeightsError(f"{self.path}: {name} must be one number; got shape {list(value.shape)}.")
+        return float(value.reshape(()))
+
+    def metadata(self) -> dict[str, str]:
+        """What the headers of the files say beside their tensors."""
+        found: dict[str, str] = {}
+        for path in sorted({info.file for info in self.tensors.values()}):
+            with _opened(path) as file:
+                found.update(file.metadata() or {})
+        return found
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Compare with what a model needs.
@@ -133,6 +166,33 @@ def open_files(path: str | os.PathLike[str]) -> TensorFiles:
     return TensorFiles(path, tensors)
 
 
+# Of each file, so many pieces of so many bytes enter its digest.
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+
+
+def checkpoint_digest(path: str | os.PathLike[str]) -> str:
+    """A number in hex that tells one checkpoint from another: of names, sizes, and samples of the values.
+
+    Reads a quarter of a megabyte a file, wherever it lies.
+
+    Raises:
+        WeightsError: for what cannot be opened.
+    """
+    files, _ = _files_of(Path(path))
+    state = hashlib.blake2b(digest_size=16)
+    for file in files:
+        try:
+            size = file.stat().st_size
+            state.update(f"{file.name} {size} ".encode())
+            with open(file, "rb") as opened:
+                for start in np.linspace(0, max(size - _SAMPLE_BYTES, 0), _SAMPLES).astype(np.int64):
+                    opened.seek(int(start))
+                    state.update(opened.read(_SAMPLE_BYTES))
+        except OSError as error:
+            raise WeightsError(f"{file} cannot be read: {error.strerror or error}.") from error
+    return state.hexdigest()
+
+
 def _files_of(path: Path) -> tuple[list[Path], dict[str, str] | None]:
     """The files of a checkpoint, and its index if it has one."""
     if path.suffix in _PICKLES:
@@ -168,7 +228,7 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, str]]:
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted({index.parent / Path(name).name for name in names.values()})
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise WeightsError(f"{index} is no index of safetensors files ({error!r}).") from error
     missing = [file.name for file in files if not file.is_file()]
     if missing:
@@ -192,9 +252,11 @@ def check_target(folder: str | os.PathLike[str]) -> Path:
     """The folder to write a checkpoint to.
 
     Raises:
-        WeightsError: if something is there already: nothing that was saved is overwritten.
+        WeightsError: if something is there already: nothing that was saved is overwritten; or for a link.
     """
-    folder = Path(folder)
+    folder = Path(os.path.abspath(folder))
+    if folder.is_symlink():
+        raise WeightsError(f"{folder} is a link. Name the folder it leads to, or another one.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise WeightsError(
             f"{folder} is there already and not empty. Choose another folder, or move it away."
@@ -249,24 +311,31 @@ def _save(tensors: dict[str, np.ndarray], file: Path) -> None:
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:  # what the system refuses comes as this
         raise OSError(str(error)) from error
+    file.chmod(0o666 & ~_umask())  # the library makes files that only their owner reads
 
 
 @contextmanager
 def _appearing(folder: Path, is_writer: bool) -> Iterator[Path]:
-    """A folder beside, which takes the place of `folder` at the end, and is removed if anything fails."""
-    partial = folder.with_name(folder.name + ".partial")
+    """A folder of its own beside, which takes the place of `folder` at the end, and is removed if anything fails."""
     if not is_writer:
-        yield partial
+        yield folder
         return
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         yield partial
+        partial.chmod(0o777 & ~_umask())
         if folder.exists():
-            folder.rmdir()
+            folder.rmdir()  # refuses if something has appeared in it
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _grouped(sizes: Mapping[str, int], most: int) -> list[list[str]]:

@@ -1,5 +1,7 @@
 """LoRA adapters by diffusers' names: added to a model, saved and loaded in the format that diffusers reads."""
 
+import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +44,7 @@ class Lora:
             one, as `single_transformer_blocks.*.proj_out`. All blocks are treated alike.
 
     Raises:
-        ValueError: for a rank or alpha that is not positive.
+        ValueError: for a rank or alpha that is not a positive number, or targets that are no texts.
     """
 
     rank: int
@@ -50,10 +52,14 @@ class Lora:
     targets: tuple[str, ...] = DEFAULT_TARGETS
 
     def __post_init__(self) -> None:
-        if self.rank < 1 or not self.scale > 0:
+        is_number = self.alpha is None or (isinstance(self.alpha, (int, float)) and math.isfinite(self.alpha))
+        if type(self.rank) is not int or not is_number or self.rank < 1 or not self.scale > 0:
             raise ValueError(
-                f"Lora: rank and alpha must be positive; got rank={self.rank}, alpha={self.alpha}. Try 16 and None."
+                "Lora: rank and alpha must be positive, the rank a whole number; got "
+                f"rank={self.rank!r}, alpha={self.alpha!r}. Try 16 and None."
             )
+        if isinstance(self.targets, str) or not all(isinstance(target, str) for target in self.targets):
+            raise ValueError(f"Lora: targets must be a list of texts; got targets={self.targets!r:.100}.")
 
     @property
     def scale(self) -> float:
@@ -116,8 +122,9 @@ def _at(shapes: Any, path: Sequence[str]) -> Any:
 
 
 def _matches(name: str, target: str) -> bool:
-    name = name.format(0)
-    return name == target or name.endswith("." + target) or fnmatch(name, target)
+    # No block has this name, so a target that names one block, where all are treated alike, matches nothing.
+    name = name.format("any")
+    return name.endswith("." + target) or fnmatch(name, target)
 
 
 def add_lora(module: nnx.Module, config: ModelConfig, lora: Lora, *, rngs: nnx.Rngs) -> None:
@@ -211,7 +218,8 @@ def load_lora(path: str | os.PathLike[str], config: ModelConfig, lora: Lora) -> 
     Args:
         path: the file, or the folder that holds it.
         config: of the model.
-        lora: the targets and rank the file must have; its alphas, where it has some, enter the values.
+        lora: the targets and rank the file must have. Its alphas enter the values, whether the file has them as tensors
+            or, as diffusers writes them, in its header.
 
     Returns:
         Nested dicts of float32 NumPy arrays: the adapters' place among the model's parameters.
@@ -222,14 +230,17 @@ def load_lora(path: str | os.PathLike[str], config: ModelConfig, lora: Lora) -> 
     files = open_files(path)
     prefix = _PREFIX if any(name.startswith(_PREFIX) for name in files.tensors) else ""
     expected = list(_tensors(config, lora))
-    alphas = {name for name in files.tensors if name.endswith(".alpha")}
     shapes = {prefix + name: shape for name, shape, _, _ in expected}
-    files.check({**shapes, **{name: files.tensors[name].shape for name in alphas}})
+    alphas = {name.replace(".lora_B.weight", ".alpha") for name in shapes if name.endswith(".lora_B.weight")}
+    present = {name: files.tensors[name].shape for name in alphas & files.tensors.keys()}
+    files.check({**shapes, **present})
+    whole_scale = _header_scale(files, lora.rank)
     found: dict[tuple[str, ...], list[np.ndarray]] = {}
     for name, _, leaf_path, _ in expected:
         values = _read(files, prefix + name).T
         if leaf_path[-1] == "b":
-            values = values * np.float32(_file_scale(files, prefix + name, lora.rank) / lora.scale)
+            scale = _file_scale(files, prefix + name, lora.rank) or whole_scale
+            values = values * np.float32(scale / lora.scale)
         found.setdefault(leaf_path, []).append(values)
     tree: dict[str, Any] = {}
     for leaf_path, layers in found.items():
@@ -245,12 +256,42 @@ def _read(files: TensorFiles, name: str) -> np.ndarray:
     return np.concatenate(chunks).astype(np.float32)
 
 
-def _file_scale(files: TensorFiles, name: str, rank: int) -> float:
-    """alpha / rank of an adapter, as the file says."""
+def _file_scale(files: TensorFiles, name: str, rank: int) -> float | None:
+    """alpha / rank of an adapter, if the file has a tensor that says so."""
     alpha = name.replace(".lora_B.weight", ".alpha")
     if alpha not in files.tensors:
+        return None
+    return _checked_alpha(files, alpha, files.scalar(alpha)) / rank
+
+
+def _checked_alpha(files: TensorFiles, name: str, alpha: Any) -> float:
+    if not isinstance(alpha, (int, float)) or not math.isfinite(alpha) or not alpha > 0:
+        raise WeightsError(
+            f"{files.path}: {name} must be a positive number; got {alpha!r}. Save the adapters again."
+        )
+    return float(alpha)
+
+
+# Ways of scaling or placing adapters, by their names in the header, that are not implemented.
+_UNKNOWN_TO_US = ("rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "layer_replication")
+
+
+def _header_scale(files: TensorFiles, rank: int) -> float:
+    """alpha / rank of all adapters by the header that diffusers writes; 1 without one."""
+    text = files.metadata().get("lora_adapter_metadata")
+    if text is None:
         return 1.0
-    return files.scalar(alpha) / rank
+    try:
+        found = {name.removeprefix(_PREFIX): value for name, value in json.loads(text).items()}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise WeightsError(f"{files.path}: lora_adapter_metadata cannot be read ({error}).") from error
+    others = [name for name in _UNKNOWN_TO_US if found.get(name)]
+    if others:
+        raise WeightsError(
+            f"{files.path} has adapters with {', '.join(others)}, which are not known here. Merge them where they were"
+            " trained, and load the whole model."
+        )
+    return _checked_alpha(files, "lora_alpha", found.get("lora_alpha", rank)) / found.get("r", rank)
 
 
 def merge_lora(params: Any, config: ModelConfig, lora: Lora) -> dict[str, Any]:
@@ -270,7 +311,9 @@ def merge_lora(params: Any, config: ModelConfig, lora: Lora) -> dict[str, Any]:
         kernel = module["kernel"].astype(jnp.float32)
         for part in target.parts:
             pair = module["adapter"]["parts"][part.name]
-            kernel = kernel.at[..., part.start : part.stop].add(lora.scale * (pair["a"] @ pair["b"]))
+            kernel = kernel.at[..., part.start : part.stop].add(
+                lora.scale * jnp.matmul(pair["a"], pair["b"], precision="highest")
+            )
         leaf_at(merged, target.path)["kernel"] = kernel
     return merged
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..models import DiTConfig, MMDiTConfig
-from ._configs import CONFIG_NAME, ModelConfig, config_json
+from ._configs import CONFIG_NAME, ModelConfig, check_sample_size, config_json
 from ._files import WEIGHTS_NAME, WeightsError, check_target, write_files
 from ._names import Piece, TensorTable, leaf_at
 from ._tables import check_params, table_for, with_positions
@@ -63,7 +63,8 @@ def save_params(
     if layout == "diffusers":
         others[CONFIG_NAME] = config_json(config, sample_size=sample_size)
     elif isinstance(config, DiTConfig):
-        table = with_positions(table, config, _patches(sample_size, config.patch_size))
+        check_sample_size(sample_size, config)
+        table = with_positions(table, config, sample_size // config.patch_size)
     check_params(params, config)
     write_files(
         folder,
@@ -77,12 +78,6 @@ def save_params(
         others=others,
         is_writer=jax.process_index() == 0,
     )
-
-
-def _patches(sample_size: int, patch_size: int) -> int:
-    if sample_size < 1 or sample_size % patch_size:
-        raise WeightsError(f"sample_size must be a multiple of the patch, {patch_size}; got {sample_size}.")
-    return sample_size // patch_size
 
 
 def _fetcher(table: TensorTable, params: Any, dtype: Any) -> Callable[[str], np.ndarray]:

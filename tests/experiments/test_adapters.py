@@ -1,6 +1,7 @@
 """Runs that train adapters: nothing else changes, nothing else is saved, and shards give what copies give."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -181,8 +182,36 @@ def test_what_is_refused(base, tmp_path, capfd, monkeypatch, changes, part):
     assert part in lines[0]
 
 
-def test_merging_is_for_adapters(base, trained, tmp_path, capfd):
-    """And what was exported is in the published layout, ready for others."""
-    assert run(export.main, "--workdir", trained, "--out", tmp_path / "a") == 0
+def test_adapters_are_of_one_model(base, trained, tmp_path, capfd):
+    """Other frozen weights, or another scale, would make something else of them."""
+    shutil.copytree(trained, tmp_path / "run")
+    other = jax.tree.map(lambda x: 2 * x, load_params(base / "weights", CONFIG))
+    save_params(tmp_path / "other", other, CONFIG)
+    for changes, part in (
+        ({"train__init_from": f"'{tmp_path / 'other'}'"}, "other the weights at train.init_from"),
+        ({"lora__alpha": 80.0}, "other lora.alpha / lora.rank"),
+        ({"lora__targets": "['to_q']"}, "is of another model|other lora.targets"),
+    ):
+        arguments = [
+            "--config",
+            base / "lora.gin",
+            "--workdir",
+            tmp_path / "run",
+            *bindings(train__steps=6, **changes),
+        ]
+        assert run(train.main, *arguments) == 2
+        assert re.search(part, capfd.readouterr().err.splitlines()[-1])
+    arguments = ["--workdir", tmp_path / "run", "--out", tmp_path / "a", *bindings(lora__alpha=80.0)]
+    assert run(export.main, *arguments) == 2
+    assert "other lora.alpha / lora.rank" in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_exporting_adapters_needs_no_base(base, trained, tmp_path, capfd):
+    gone = bindings(train__init_from="'/nowhere'")
+    assert run(export.main, "--workdir", trained, "--out", tmp_path / "a", *gone) == 0
     found = load_file(tmp_path / "a" / "pytorch_lora_weights.safetensors")
     assert "transformer.transformer_blocks.0.attn.to_q.lora_A.weight" in found
+    assert run(export.main, "--workdir", trained, "--out", tmp_path / "b", "--merge", *gone) == 2
+    assert "does not exist" in capfd.readouterr().err.splitlines()[-1]
+    assert run(export.main, "--workdir", trained, "--out", tmp_path / "b", "--dtype", "bfloat16") == 2
+    assert "adapters are written in float32" in capfd.readouterr().err.splitlines()[-1]

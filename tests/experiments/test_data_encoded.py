@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from experiments.data import (
     BadLimit,
@@ -144,6 +145,50 @@ def test_bad_files_are_counted(folder, caplog):
     assert "cannot read odd.safetensors" in caplog.text
     with pytest.raises(DataError, match="at most"):
         EncodedFolder(folder, rules=EncodedRules(bad_limit=BadLimit(0.1, 1)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": 2},
+        {"tokens": 5},
+        {"text": 4},
+        {"height": 6, "width": 4},
+        {"latents": np.zeros((4, 4, 6), np.float16)},
+    ],
+)
+def test_anything_that_changes_under_way_is_noticed(folder, changes):
+    source = EncodedFolder(folder, rules=RULES)
+    save_encoded(folder / "a.safetensors", **{"height": 4, "width": 6, "tokens": 3, **changes})
+    with pytest.raises(BadSampleError, match="when the run began"):
+        source.read(0)
+
+
+@pytest.mark.parametrize("name", ["latents", "text", "pooled"])
+def test_values_that_are_not_finite(folder, name):
+    tensors = save_encoded(folder / "a.safetensors", height=4, width=6, tokens=3)
+    tensors[name].reshape(-1)[1] = np.inf
+    save_file(tensors, folder / "a.safetensors")
+    with pytest.raises(BadSampleError, match=f"{name} has values that are not finite"):
+        EncodedFolder(folder, rules=RULES).read(0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"label": np.array(2.7, np.float32)},
+        {"label": np.array(2**40)},
+        {"label": np.array(-1)},
+        {"label": np.array([1, 2])},
+        {"latents": np.zeros((4, 4, 4), np.uint8)},
+        {"latents": np.zeros((1, 1, 4, 4, 4), np.float32)},
+    ],
+)
+def test_kinds_of_values_that_are_refused(tmp_path, caplog, wrong):
+    save_encoded(tmp_path / "good.safetensors", height=2, width=2, tokens=1)
+    save_encoded(tmp_path / "odd.safetensors", **{"height": 2, "width": 2, "tokens": 3, **wrong})
+    assert len(EncodedFolder(tmp_path, rules=RULES)) == 1
+    assert "cannot read odd.safetensors" in caplog.text
 
 
 def test_files_that_change_under_way(folder):

@@ -125,6 +125,22 @@ def test_checkpoints_of_another_model(exported, tmp_path, capfd, monkeypatch, ch
     assert not (tmp_path / "run" / "config.gin").exists()
 
 
+def test_the_command(trained, tmp_path):
+    """In a process of its own, which has imported nothing else."""
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.export",
+        "--workdir",
+        str(trained),
+        "--out",
+        str(tmp_path / "a"),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a" / "config.json").exists()
+
+
 def test_what_export_refuses(trained, exported, tmp_path, capfd):
     (tmp_path / "file").write_text("in the way")
     for arguments, part in (

@@ -1,5 +1,7 @@
 """Low-rank adapters: what they compute, diffusers' names for them, and their files."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,6 +154,47 @@ def test_files_of_others(tmp_path):
     np.testing.assert_allclose(ours, 3 * theirs, rtol=1e-2)
 
 
+def set_alpha(value):
+    return lambda t: t.__setitem__("transformer.transformer_blocks.0.attn.to_q.alpha", value)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "scale"),
+    [
+        ({"transformer.r": 3, "transformer.lora_alpha": 12}, 4.0),
+        ({"transformer.r": 3, "transformer.lora_alpha": 3, "transformer.rank_pattern": {}}, 1.0),
+        ({"r": 3, "lora_alpha": 1.5, "use_rslora": False}, 0.5),
+    ],
+)
+def test_alpha_in_the_header(tmp_path, metadata, scale):
+    """As diffusers' training scripts write it; without alpha tensors."""
+    tensors = names_of(CONFIG, tmp_path=tmp_path)
+    header = {"format": "pt", "lora_adapter_metadata": json.dumps(metadata)}
+    save_file(tensors, tmp_path / "b.safetensors", metadata=header)
+    plain = load_lora(tmp_path / "lora", CONFIG, LORA)
+    loaded = load_lora(tmp_path / "b.safetensors", CONFIG, LORA)
+    path = ("single_blocks", "linear2", "adapter", "parts", "proj_out", "b")
+    for name in path:
+        plain, loaded = plain[name], loaded[name]
+    np.testing.assert_allclose(loaded, scale * plain, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ('{"transformer.alpha_pattern": {"to_q": 3}}', "alpha_pattern, which are not known here"),
+        ('{"transformer.use_rslora": true}', "use_rslora"),
+        ('{"transformer.lora_alpha": "many"}', "lora_alpha must be a positive number"),
+        ("[", "lora_adapter_metadata cannot be read"),
+    ],
+)
+def test_headers_that_are_refused(tmp_path, metadata, message):
+    tensors = names_of(CONFIG, tmp_path=tmp_path)
+    save_file(tensors, tmp_path / "b.safetensors", metadata={"lora_adapter_metadata": metadata})
+    with pytest.raises(WeightsError, match=message):
+        load_lora(tmp_path / "b.safetensors", CONFIG, LORA)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -161,6 +204,11 @@ def test_files_of_others(tmp_path):
             "1 not of this model",
         ),
         (lambda t: t.update({n: v[:2] for n, v in t.items() if "lora_A" in n}), "of another shape"),
+        (lambda t: t.update({"transformer.nonsense.alpha": np.ones(1, np.float32)}), "1 not of this model"),
+        (set_alpha(np.full(1, np.nan, np.float32)), "not finite|must be a positive number"),
+        (set_alpha(np.zeros(1, np.float32)), "must be a positive number; got 0.0"),
+        (set_alpha(np.ones(2, np.float32)), "must be one number"),
+        (lambda t: next(iter(t.values())).__setitem__((0, 0), np.nan), "not finite"),
     ],
 )
 def test_other_adapters_are_refused(tmp_path, change, message):

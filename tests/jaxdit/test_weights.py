@@ -1,6 +1,7 @@
 """Checkpoints: names against the independent map of the references, round trips to the bit, onto any shards."""
 
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,15 @@ from safetensors.numpy import load_file, save_file
 
 from jaxdit.models import FLUX_DEV, FLUX_SCHNELL, DiTConfig, MMDiTConfig, dit_config
 from jaxdit.training import param_shardings, shard_axes
-from jaxdit.weights import WeightsError, abstract_params, config_json, load_params, read_config, save_params
+from jaxdit.weights import (
+    WeightsError,
+    abstract_params,
+    checkpoint_digest,
+    config_json,
+    load_params,
+    read_config,
+    save_params,
+)
 from jaxdit.weights._tables import table_for
 from tests.oracles_models import dit_names, flux_names
 
@@ -223,7 +232,14 @@ def test_config_json_of_published_models(tmp_path):
         ({"attention_head_dim": 120}, "axes_dim must be three even sizes"),
         ({"use_flash": 3}, "does not know: {'use_flash': 3}"),
         ({"num_layers": "many"}, "config.json"),
-        ({"axes_dims_rope": 5}, "config.json"),
+        ({"axes_dims_rope": 5}, "axes_dims_rope must be a list of whole numbers; got 5"),
+        ({"axes_dims_rope": [16, 56.0, 56]}, "axes_dims_rope must be a list of whole numbers"),
+        ({"num_layers": True}, "num_layers must be a whole number; got True"),
+        ({"num_layers": 2.0}, "num_layers must be a whole number; got 2.0"),
+        ({"guidance_embeds": "false"}, "guidance_embeds must be true or false; got 'false'"),
+        ({"guidance_embeds": None}, "guidance_embeds must be true or false"),
+        ({"in_channels": float("nan")}, "in_channels must be a whole number"),
+        ({"patch_size": True}, "patch_size must be a whole number"),
     ],
 )
 def test_configs_that_are_refused(tmp_path, changes, message):
@@ -233,7 +249,7 @@ def test_configs_that_are_refused(tmp_path, changes, message):
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "null"])
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", "[" * 100_000])
 def test_no_config(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(WeightsError, match=r"config\.json"):
@@ -292,7 +308,7 @@ def test_checkpoints_of_something_else(saved, tmp_path, monkeypatch, change, mes
 
 
 def test_another_model(saved):
-    with pytest.raises(WeightsError, match="is not a checkpoint of this model"):
+    with pytest.raises(WeightsError, match="is of a DiTConfig, the model is of a MMDiTConfig"):
         load_params(saved / "dit_diffusers", FLUX)
     with pytest.raises(WeightsError, match="is not a checkpoint of this model"):
         load_params(saved / "flux_original", DIT)
@@ -359,6 +375,74 @@ def test_what_is_no_checkpoint(saved, tmp_path):
         load_params(tmp_path, FLUX)
 
 
+def test_values_that_are_not_finite(saved, tmp_path):
+    folder = rewrite(saved / "flux_diffusers", tmp_path / "a", lambda t: t[PROJ].__setitem__((1, 2), np.nan))
+    with pytest.raises(WeightsError, match=f"{PROJ} has values that are not finite"):
+        load_params(folder, FLUX)
+
+
+def test_out_channels_written_out(saved, tmp_path):
+    """Equal to in_channels or left out: the same model."""
+    from dataclasses import replace
+
+    written = replace(FLUX, out_channels=6)
+    (tmp_path / "config.json").write_text(config_json(written, sample_size=8))
+    assert read_config(tmp_path, compute_dtype="float32") == FLUX
+    assert_equal(load_params(saved / "flux_diffusers", written), draw(FLUX))
+
+
+def test_what_was_there_stays(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "precious.txt").write_text("mine")
+    save_params(tmp_path / "out", draw(DIT), DIT, sample_size=8)
+    assert (tmp_path / "out.partial" / "precious.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.partial"]
+
+
+def test_two_exports_to_one_folder_do_not_mix(tmp_path, monkeypatch):
+    """The second finishes while the first writes: the first says so, and the second's folder stays whole."""
+    from jaxdit.weights import _files
+
+    write = _files._save
+    again = []
+
+    def save(tensors, file):
+        write(tensors, file)
+        if not again:
+            again.append(True)
+            save_params(tmp_path / "out", draw(DIT), DIT, sample_size=8)
+
+    monkeypatch.setattr(_files, "_save", save)
+    with pytest.raises(OSError, match="not empty"):
+        save_params(tmp_path / "out", draw(DIT), DIT, dtype="bfloat16", sample_size=8)
+    assert_equal(load_params(tmp_path / "out", DIT), draw(DIT))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_others_may_read_what_was_saved(tmp_path):
+    save_params(tmp_path / "out", draw(DIT), DIT, sample_size=8)
+    mask = os.umask(0)
+    os.umask(mask)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o777 & ~mask
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o666 & ~mask}
+
+
+def test_links_are_no_targets(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(WeightsError, match="is a link"):
+        save_params(tmp_path / "link", draw(DIT), DIT)
+
+
+def test_a_digest_tells_checkpoints_apart(saved, tmp_path):
+    one = checkpoint_digest(saved / "flux_diffusers")
+    assert checkpoint_digest(saved / "flux_diffusers") == one
+    changed = rewrite(
+        saved / "flux_diffusers", tmp_path / "a", lambda t: [v.__imul__(1.5) for v in t.values()]
+    )
+    assert checkpoint_digest(changed) != one
+
+
 def test_what_cannot_be_saved(saved, tmp_path):
     params = draw(DIT)
     with pytest.raises(WeightsError, match="is there already and not empty"):
@@ -366,8 +450,9 @@ def test_what_cannot_be_saved(saved, tmp_path):
     for name, value in (("dtype", "int8"), ("layout", "other"), ("max_file_bytes", 0)):
         with pytest.raises(WeightsError, match=f"{name} must be"):
             save_params(tmp_path / "a", params, DIT, **{name: value})
-    with pytest.raises(WeightsError, match="sample_size must be a multiple of the patch, 2; got 7"):
-        save_params(tmp_path / "a", params, DIT, layout="original", sample_size=7)
+    for layout in ("original", "diffusers"):
+        with pytest.raises(WeightsError, match="sample_size must be a multiple of the patch, 2; got 7"):
+            save_params(tmp_path / "a", params, DIT, layout=layout, sample_size=7)
     with pytest.raises(WeightsError, match=r"has shape \(3, 256\), the model of the config \(12, 1536\)"):
         save_params(tmp_path / "a", params, dit_config("DiT-S/2"), layout="original")
     params["blocks"]["qkv"]["bias"][1, 2] = 1e6
