@@ -2,6 +2,7 @@
 
 import gc
 import os
+from pathlib import Path
 
 # Many steps in flight dead-lock XLA's CPU collectives unless its thread pool is larger than the machine.
 os.environ.setdefault("NPROC", "32")
@@ -21,11 +22,15 @@ assert tests.typechecker
 install_import_hook(["parallel", "jaxdit"], "tests.typechecker.checked")
 
 
-def pytest_runtest_teardown(item, nextitem):
-    """Forget compiled programs where a folder of tests ends.
+# Each compiled program keeps its code mapped into memory, and the system grants a process some 65,000 maps; past them
+# XLA aborts.
+_MOST_MAPS = 40_000
 
-    Each keeps its code mapped into memory, and the system grants a process some 65,000 maps; past them XLA aborts.
-    """
-    if nextitem is None or nextitem.path.parent != item.path.parent:
+
+def pytest_runtest_teardown(item, nextitem):
+    """Forget compiled programs where a folder of tests ends, and before they are too many."""
+    maps = Path("/proc/self/maps")
+    full = maps.is_file() and maps.read_bytes().count(b"\n") > _MOST_MAPS
+    if full or nextitem is None or nextitem.path.parent != item.path.parent:
         jax.clear_caches()
         gc.collect()

@@ -112,6 +112,7 @@ def test_placement_does_not_matter(base, trained, tmp_path, changes):
             assert np.abs(ours[name] - value).max() < 1e-3 * max(np.abs(value).max(), 0.01), name
 
 
+@pytest.mark.full
 def test_going_on_loads_what_is_frozen_again(base, trained, tmp_path):
     shutil.copytree(trained, tmp_path / "run")
     arguments = ["--config", base / "lora.gin", "--workdir", tmp_path / "run", *bindings(train__steps=6)]
@@ -141,6 +142,7 @@ def test_exported_adapters_and_models(base, trained, tmp_path):
     np.testing.assert_array_equal(whole["img_in"]["kernel"], before["img_in"]["kernel"])
 
 
+@pytest.mark.full
 def test_a_run_that_starts_from_adapters(base, trained, tmp_path):
     assert run(export.main, "--workdir", trained, "--out", tmp_path / "adapters") == 0
     changes = bindings(
@@ -153,6 +155,7 @@ def test_a_run_that_starts_from_adapters(base, trained, tmp_path):
             np.testing.assert_array_equal(found[name.replace("ema.", "params.", 1)], value)
 
 
+@pytest.mark.full
 def test_frozen_parameters_in_half_precision(base, trained, tmp_path):
     changes = bindings(lora__frozen_dtype="'bfloat16'", lora__targets="['to_q', 'proj_out']")
     assert run(train.main, "--config", base / "lora.gin", "--workdir", tmp_path, *changes) == 0
