@@ -109,11 +109,17 @@ def test_rotary_embedding_depends_on_distance_only():
     np.testing.assert_allclose(score((5, 5, 5), (5, 5, 5)), np.sum(q * k, axis=-1), rtol=1e-5)
 
 
-def test_sinusoid_of_a_step_is_exact():
-    steps = np.array([0, 1, 333, 999])
-    freqs = np.exp(-np.log(10_000) * np.arange(128) / 128)
-    expected = np.concatenate([np.cos(steps[:, None] * freqs), np.sin(steps[:, None] * freqs)], axis=1)
-    np.testing.assert_allclose(sinusoid(jnp.asarray(steps, jnp.float32)), expected, atol=1e-6)
+def test_sinusoid_rounds_as_the_originals_do():
+    """Exponents, frequencies and angles in float32, sines exact."""
+    steps = np.array([0, 1, 333, 999], np.float32)
+    for shift in (0, 1):
+        exponents = np.float32(-np.log(10_000)) * np.arange(128, dtype=np.float32) / np.float32(128 - shift)
+        freqs = np.exp(exponents.astype(np.float64)).astype(np.float32)
+        angles = (steps[:, None] * freqs).astype(np.float64)
+        expected = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+        np.testing.assert_allclose(sinusoid(jnp.asarray(steps), frequency_shift=shift), expected, atol=1e-6)
+        exact = np.exp(-np.log(10_000) * np.arange(128) / (128 - shift))
+        assert np.abs(freqs / exact - 1).max() < 1e-6
 
 
 def layer(params, carry, consts):
