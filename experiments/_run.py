@@ -226,7 +226,8 @@ class Run:
         _LOG.info("loading %s", path)
         shardings = program.state_shardings()
         found = shardings.params if settings.adapter is None else shardings.frozen
-        assert self._adapter_key is None or settings.adapter  # read now, while the files are there
+        if self._adapter_key is not None:  # read now, while the files are there
+            _LOG.info("digest of what is frozen: %s", self._adapter_key["base"])
         for name in model.backbone_path:
             found = found[name]
         with checking("train.init_from"):
@@ -289,14 +290,17 @@ class Run:
     @cached_property
     def _adapter_key(self) -> dict[str, Any] | None:
         """What adapters are of, and how they enter: other values would make another model of them."""
-        settings = self.settings
-        if settings.adapter is None:
+        if self.settings.adapter is None:
             return None
-        assert settings.init_from is not None
+        assert self.settings.init_from is not None
         with checking("train.init_from"):
-            base = checkpoint_digest(settings.init_from)
-        lora = settings.adapter.lora
-        return {"base": base, "scale": lora.scale, "targets": sorted(lora.targets)}
+            return {"base": checkpoint_digest(self.settings.init_from), **self._adapter_settings}
+
+    @property
+    def _adapter_settings(self) -> dict[str, Any]:
+        assert self.settings.adapter is not None
+        lora = self.settings.adapter.lora
+        return {"scale": lora.scale, "targets": sorted(lora.targets)}
 
     def check_same_adapter(
         self, meta: dict[str, Any], folder: os.PathLike[str], *, has_base: bool = True
@@ -314,15 +318,13 @@ class Run:
         saved = meta.get("adapter")
         if saved is None or self.settings.adapter is None:
             return
-        names = {"scale": "lora.alpha / lora.rank", "targets": "lora.targets"}
-        mine = {
-            "scale": self.settings.adapter.lora.scale,
-            "targets": sorted(self.settings.adapter.lora.targets),
+        titles = {
+            "scale": "lora.alpha / lora.rank",
+            "targets": "lora.targets",
+            "base": "the weights at train.init_from",
         }
-        if has_base:
-            names["base"] = "the weights at train.init_from"
-            mine = self._adapter_key or mine
-        changed = [title for name, title in names.items() if saved[name] != mine[name]]
+        mine = (self._adapter_key if has_base else None) or self._adapter_settings
+        changed = [titles[name] for name in mine if saved[name] != mine[name]]
         if changed:
             raise UserError(
                 f"{folder} holds adapters that were trained with other {' and '.join(changed)}. Restore what it was, or"

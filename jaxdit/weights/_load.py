@@ -2,7 +2,6 @@
 
 import math
 import os
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from jax import lax
 
 from ._configs import CONFIG_NAME, ModelConfig, check_config
 from ._files import TensorFiles, WeightsError, open_files
-from ._names import Piece, TensorTable, leaf_at, leaves_of
+from ._names import Piece, TensorTable, leaf_at, leaves_of, nested
 from ._tables import abstract_params, table_of_files
 
 __all__ = ["check_checkpoint", "load_params"]
@@ -26,10 +25,15 @@ def check_checkpoint(path: str | os.PathLike[str], config: ModelConfig) -> None:
     Raises:
         WeightsError: with names, and shapes or settings that differ.
     """
+    _checked(path, config)
+
+
+def _checked(path: str | os.PathLike[str], config: ModelConfig) -> tuple[TensorFiles, TensorTable]:
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     if (folder / CONFIG_NAME).is_file():
         check_config(folder, config)
-    table_of_files(config, open_files(path))
+    files = open_files(path)
+    return files, table_of_files(config, files)
 
 
 def load_params(
@@ -58,9 +62,7 @@ def load_params(
         WeightsError: for a file that is no complete checkpoint of this model, or lies beside a config.json of another
             one; what differs is listed.
     """
-    check_checkpoint(path, config)
-    files = open_files(path)
-    table = table_of_files(config, files)
+    files, table = _checked(path, config)
     shapes = abstract_params(config)
     if shardings is None:
         one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -73,17 +75,7 @@ def load_params(
     for piece in table.pieces:
         if not piece.is_copy:
             _read(piece, files, targets[piece.path])
-    return _nested({leaf_path: target.array() for leaf_path, target in targets.items()})
-
-
-def _nested(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        at = tree
-        for name in path[:-1]:
-            at = at.setdefault(name, {})
-        at[path[-1]] = leaf
-    return tree
+    return nested({leaf_path: target.array() for leaf_path, target in targets.items()})
 
 
 def _check_copies(table: TensorTable, files: TensorFiles) -> None:

@@ -17,7 +17,8 @@ from ..models import AdapterPart, LowRankAdapter, MMDiTConfig
 from . import _dit, _flux
 from ._configs import ModelConfig
 from ._files import TensorFiles, WeightsError, check_target, open_files, write_files
-from ._names import Rule, leaf_at
+from ._names import Rule, leaf_at, nested
+from ._save import LayersOnHost
 from ._tables import abstract_params
 
 __all__ = ["DEFAULT_TARGETS", "Lora", "add_lora", "load_lora", "merge_lora", "save_lora"]
@@ -185,12 +186,14 @@ def save_lora(folder: str | os.PathLike[str], params: Any, config: ModelConfig, 
         WeightsError: for a folder that is not empty, or targets that the model does not have.
     """
     folder = check_target(folder)
-    where = {_PREFIX + name: (path, layer) for name, _, path, layer in _tensors(config, lora)}
-    sizes = {_PREFIX + name: 4 * int(np.prod(shape)) for name, shape, _, _ in _tensors(config, lora)}
+    tensors = list(_tensors(config, lora))
+    where = {_PREFIX + name: (path, layer) for name, _, path, layer in tensors}
+    sizes = {_PREFIX + name: 4 * int(np.prod(shape)) for name, shape, _, _ in tensors}
+    layers = LayersOnHost(params)
 
     def fetch(name: str) -> np.ndarray:
         path, layer = where[name]
-        values = np.asarray(_everywhere(leaf_at(params, path)))[layer].T
+        values = layers.get(path, layer).T
         return np.ascontiguousarray(values * np.float32(lora.scale) if path[-1] == "b" else values)
 
     write_files(
@@ -202,14 +205,6 @@ def save_lora(folder: str | os.PathLike[str], params: Any, config: ModelConfig, 
         others={},
         is_writer=jax.process_index() == 0,
     )
-
-
-def _everywhere(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        from jax.experimental import multihost_utils
-
-        return multihost_utils.process_allgather(leaf, tiled=True)
-    return leaf
 
 
 def load_lora(path: str | os.PathLike[str], config: ModelConfig, lora: Lora) -> dict[str, Any]:
@@ -242,13 +237,7 @@ def load_lora(path: str | os.PathLike[str], config: ModelConfig, lora: Lora) -> 
             scale = _file_scale(files, prefix + name, lora.rank) or whole_scale
             values = values * np.float32(scale / lora.scale)
         found.setdefault(leaf_path, []).append(values)
-    tree: dict[str, Any] = {}
-    for leaf_path, layers in found.items():
-        at = tree
-        for name in leaf_path[:-1]:
-            at = at.setdefault(name, {})
-        at[leaf_path[-1]] = np.stack(layers)
-    return tree
+    return nested({leaf_path: np.stack(layers) for leaf_path, layers in found.items()})
 
 
 def _read(files: TensorFiles, name: str) -> np.ndarray:

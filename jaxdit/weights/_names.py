@@ -122,6 +122,17 @@ def leaves_of(tree: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ..
     return [pair for name, child in tree.items() for pair in leaves_of(child, (*path, name))]
 
 
+def nested(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """Nested dicts of leaves by path: what `leaves_of` takes apart."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        at = tree
+        for name in path[:-1]:
+            at = at.setdefault(name, {})
+        at[path[-1]] = leaf
+    return tree
+
+
 def leaf_at(tree: Any, path: Sequence[str]) -> Any:
     """The leaf of nested dicts at a path."""
     for name in path:

@@ -18,7 +18,7 @@ from ._files import WEIGHTS_NAME, WeightsError, check_target, write_files
 from ._names import Piece, TensorTable, leaf_at
 from ._tables import check_params, table_for, with_positions
 
-__all__ = ["named_tensors", "save_params"]
+__all__ = ["LayersOnHost", "named_tensors", "save_params"]
 
 _DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 _ORIGINAL_NAMES = {MMDiTConfig: "flux1.safetensors", DiTConfig: "dit.safetensors"}
@@ -82,7 +82,7 @@ def save_params(
 
 def _fetcher(table: TensorTable, params: Any, dtype: Any) -> Callable[[str], np.ndarray]:
     pieces = table.by_name()
-    layers = _Layers(params)
+    layers = LayersOnHost(params)
 
     def fetch(name: str) -> np.ndarray:
         if name in table.constants:
@@ -102,7 +102,7 @@ def named_tensors(params: Any, config: ModelConfig, layout: str) -> Iterator[tup
     return ((name, fetch(name)) for name in table.shapes)
 
 
-class _Layers:
+class LayersOnHost:
     """Layers of parameters on the host; the last one is kept, since several tensors may be parts of it."""
 
     def __init__(self, params: Any) -> None:
@@ -132,7 +132,7 @@ def _replicated(leaf: jax.Array) -> Any:
     return jax.jit(lambda x: x, out_shardings=everywhere)(leaf).addressable_data(0)
 
 
-def _piece(piece: Piece, layers: _Layers, patch: tuple[int, int] | None, dtype: Any) -> np.ndarray:
+def _piece(piece: Piece, layers: LayersOnHost, patch: tuple[int, int] | None, dtype: Any) -> np.ndarray:
     values = layers.get(piece.path, piece.layer)
     columns = slice(piece.start, piece.start + piece.rows[1] - piece.rows[0])
     values = values[columns] if piece.is_table or values.ndim == 1 else values[:, columns].T
