@@ -3,7 +3,6 @@
 from ._configs import config_json as config_json
 from ._configs import read_config as read_config
 from ._files import WeightsError as WeightsError
-from ._files import check_target as check_target
 from ._files import checkpoint_digest as checkpoint_digest
 from ._load import check_checkpoint as check_checkpoint
 from ._load import load_params as load_params
@@ -15,6 +14,7 @@ from ._lora import merge_lora as merge_lora
 from ._lora import save_lora as save_lora
 from ._save import save_params as save_params
 from ._tables import abstract_params as abstract_params
+from ._write import check_target as check_target
 
 __all__ = [
     "DEFAULT_TARGETS",

@@ -1,32 +1,26 @@
-"""Safetensors files on disk: what is in them, read piece by piece, and written whole or not at all."""
+"""Safetensors files on disk: what is in them, read piece by piece."""
 
 import hashlib
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 __all__ = [
     "TensorFiles",
     "TensorInfo",
     "WeightsError",
-    "check_target",
     "checkpoint_digest",
     "open_files",
-    "write_files",
 ]
 
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
-_INDEX_SUFFIX = ".index.json"
+INDEX_SUFFIX = ".index.json"
 # Formats that run code when they are opened.
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _DTYPES = ("F64", "F32", "F16", "BF16")
@@ -200,13 +194,13 @@ def _files_of(path: Path) -> tuple[list[Path], dict[str, str] | None]:
             f"{path} is a pickle, which runs code when it is opened, and is not opened here. Save it as safetensors"
             " where it was made (diffusers: save_pretrained(..., safe_serialization=True))."
         )
-    if path.name.endswith(_INDEX_SUFFIX):
+    if path.name.endswith(INDEX_SUFFIX):
         return _indexed(path)
     if path.is_file():
         return [path], None
     if not path.is_dir():
         raise WeightsError(f"{path} does not exist. Give a safetensors file or the folder that holds it.")
-    indices = sorted(path.glob("*.safetensors" + _INDEX_SUFFIX))
+    indices = sorted(path.glob("*.safetensors" + INDEX_SUFFIX))
     if len(indices) == 1:
         return _indexed(indices[0])
     files = sorted(path.glob("*.safetensors"))
@@ -246,105 +240,3 @@ def _check_index(path: Path, index: dict[str, str], tensors: Mapping[str, Tensor
         raise WeightsError(
             f"{path}: the index and the files disagree on {len(differ)} tensors: {_some(differ)}."
         )
-
-
-def check_target(folder: str | os.PathLike[str]) -> Path:
-    """The folder to write a checkpoint to.
-
-    Raises:
-        WeightsError: if something is there already: nothing that was saved is overwritten; or for a link.
-    """
-    folder = Path(os.path.abspath(folder))
-    if folder.is_symlink():
-        raise WeightsError(f"{folder} is a link. Name the folder it leads to, or another one.")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise WeightsError(
-            f"{folder} is there already and not empty. Choose another folder, or move it away."
-        )
-    return folder
-
-
-def write_files(
-    folder: Path,
-    name: str,
-    sizes: Mapping[str, int],
-    fetch: Callable[[str], np.ndarray],
-    *,
-    max_file_bytes: int,
-    others: Mapping[str, str],
-    is_writer: bool,
-) -> None:
-    """Write tensors to one file, or to several with an index; the folder appears whole or not at all.
-
-    Args:
-        folder: must not be there, or be empty.
-        name: of the file if there is one, such as diffusion_pytorch_model.safetensors.
-        sizes: bytes of every tensor, in the order in which to write.
-        fetch: gives a tensor; called once for each, on every process.
-        max_file_bytes: most bytes of tensors in a file, and so in host memory, unless one tensor is larger.
-        others: text files to write beside, by name.
-        is_writer: whether this process writes.
-
-    Raises:
-        OSError: if the system refuses to write.
-    """
-    groups = _grouped(sizes, max_file_bytes)
-    stem = name.removesuffix(".safetensors")
-    names = [f"{stem}-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
-    names = names if len(groups) > 1 else [name]
-    texts = dict(others)
-    if len(groups) > 1:
-        weight_map = {tensor: file for file, group in zip(names, groups, strict=True) for tensor in group}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        texts[name + _INDEX_SUFFIX] = json.dumps(index, indent=2) + "\n"
-    with _appearing(folder, is_writer) as partial:
-        for file, group in zip(names, groups, strict=True):
-            tensors = {tensor: fetch(tensor) for tensor in group}
-            if is_writer:
-                _save(tensors, partial / file)
-        for file, text in texts.items() if is_writer else ():
-            (partial / file).write_text(text, encoding="utf-8")
-
-
-def _save(tensors: dict[str, np.ndarray], file: Path) -> None:
-    try:
-        save_file(tensors, file, metadata={"format": "pt"})
-    except SafetensorError as error:  # what the system refuses comes as this
-        raise OSError(str(error)) from error
-    file.chmod(0o666 & ~_umask())  # the library makes files that only their owner reads
-
-
-@contextmanager
-def _appearing(folder: Path, is_writer: bool) -> Iterator[Path]:
-    """A folder of its own beside, which takes the place of `folder` at the end, and is removed if anything fails."""
-    if not is_writer:
-        yield folder
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        yield partial
-        partial.chmod(0o777 & ~_umask())
-        if folder.exists():
-            folder.rmdir()  # refuses if something has appeared in it
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _grouped(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if groups[-1] and filled + size > most:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += size
-    return groups

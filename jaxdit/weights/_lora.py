@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -16,10 +15,11 @@ from flax import nnx
 from ..models import AdapterPart, LowRankAdapter, MMDiTConfig
 from . import _dit, _flux
 from ._configs import ModelConfig
-from ._files import TensorFiles, WeightsError, check_target, open_files, write_files
+from ._files import TensorFiles, WeightsError, open_files
 from ._names import Rule, leaf_at, nested
 from ._save import LayersOnHost
 from ._tables import abstract_params
+from ._write import shared_target, write_files
 
 __all__ = ["DEFAULT_TARGETS", "Lora", "add_lora", "load_lora", "merge_lora", "save_lora"]
 
@@ -183,9 +183,11 @@ def save_lora(folder: str | os.PathLike[str], params: Any, config: ModelConfig, 
         lora: of the adapters.
 
     Raises:
-        WeightsError: for a folder that is not empty, or targets that the model does not have.
+        WeightsError: for a folder that is not empty, or targets that the model does not have; with several processes,
+            on the others if the first fails.
+        OSError: on the process that writes, if the system refuses.
     """
-    folder = check_target(folder)
+    folder = shared_target(folder)
     tensors = list(_tensors(config, lora))
     where = {_PREFIX + name: (path, layer) for name, _, path, layer in tensors}
     sizes = {_PREFIX + name: 4 * int(np.prod(shape)) for name, shape, _, _ in tensors}
@@ -203,7 +205,6 @@ def save_lora(folder: str | os.PathLike[str], params: Any, config: ModelConfig, 
         fetch,
         max_file_bytes=1 << 62,
         others={},
-        is_writer=jax.process_index() == 0,
     )
 
 

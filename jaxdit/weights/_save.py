@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from ..models import DiTConfig, MMDiTConfig
 from ._configs import CONFIG_NAME, ModelConfig, check_sample_size, config_json
-from ._files import WEIGHTS_NAME, WeightsError, check_target, write_files
+from ._files import WEIGHTS_NAME, WeightsError
 from ._names import Piece, TensorTable, leaf_at
 from ._tables import check_params, table_for, with_positions
+from ._write import shared_target, write_files
 
 __all__ = ["LayersOnHost", "named_tensors", "save_params"]
 
@@ -51,9 +52,10 @@ def save_params(
 
     Raises:
         WeightsError: for a folder that is not empty, parameters of another model, a model that diffusers cannot
-            express, or values that the dtype cannot hold.
+            express, or values that the dtype cannot hold; with several processes, on the others if the first fails.
+        OSError: on the process that writes, if the system refuses.
     """
-    folder = check_target(folder)
+    folder = shared_target(folder)
     if dtype not in _DTYPES:
         raise WeightsError(f"dtype must be one of {', '.join(_DTYPES)}; got dtype={dtype!r}.")
     if max_file_bytes < 1:
@@ -76,7 +78,6 @@ def save_params(
         _fetcher(table, params, _DTYPES[dtype]),
         max_file_bytes=max_file_bytes,
         others=others,
-        is_writer=jax.process_index() == 0,
     )
 
 

@@ -401,9 +401,9 @@ def test_what_was_there_stays(tmp_path):
 
 def test_two_exports_to_one_folder_do_not_mix(tmp_path, monkeypatch):
     """The second finishes while the first writes: the first says so, and the second's folder stays whole."""
-    from jaxdit.weights import _files
+    from jaxdit.weights import _write
 
-    write = _files._save
+    write = _write._save
     again = []
 
     def save(tensors, file):
@@ -412,7 +412,7 @@ def test_two_exports_to_one_folder_do_not_mix(tmp_path, monkeypatch):
             again.append(True)
             save_params(tmp_path / "out", draw(DIT), DIT, sample_size=8)
 
-    monkeypatch.setattr(_files, "_save", save)
+    monkeypatch.setattr(_write, "_save", save)
     with pytest.raises(OSError, match="not empty"):
         save_params(tmp_path / "out", draw(DIT), DIT, dtype="bfloat16", sample_size=8)
     assert_equal(load_params(tmp_path / "out", DIT), draw(DIT))
