@@ -70,8 +70,17 @@ def check_prompts(run: Run) -> None:
     Raises:
         UserError: naming the rule.
     """
-    for i, text in enumerate(run.settings.sample_prompts):
-        check_request(parse_request(text, i), run)
+    check_requests([parse_request(text, i) for i, text in enumerate(run.settings.sample_prompts)], run)
+
+
+def check_requests(requests: Sequence[SampleRequest], run: Run) -> None:
+    """Refuse what the model cannot make.
+
+    Raises:
+        UserError: naming the rule.
+    """
+    for request in requests:
+        check_request(request, run)
 
 
 def check_request(request: SampleRequest, run: Run) -> None:
@@ -83,7 +92,8 @@ def check_request(request: SampleRequest, run: Run) -> None:
     patch, model = run.settings.data.patch, run.settings.model
     if not patch:
         raise UserError(
-            "this run was trained on rows that are no pixels (synthetic data): it cannot make pictures."
+            "only a run that was trained on pixels can make pictures; this one's rows are of encoded or synthetic data."
+            " Export its weights with experiments.export, and sample where the decoder of its latents is."
         )
     for name in ("frames", "height", "width"):
         value = getattr(request, name)
@@ -139,8 +149,7 @@ class PictureSampler:
         Raises:
             UserError: for a request the model cannot make.
         """
-        for request in requests:
-            check_request(request, self._run)
+        check_requests(requests, self._run)
         index = self._index(requests)
         planner = self._run.planner
         layout = planner.layout(index)

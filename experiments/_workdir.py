@@ -5,7 +5,7 @@ import errno
 import fcntl
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,12 @@ class OpenedRun:
 
 
 def load_run(
-    workdir: Path, bindings: Sequence[str], num_devices: int | None = None, *, adapters_alone: bool = False
+    workdir: Path,
+    bindings: Sequence[str],
+    num_devices: int | None = None,
+    *,
+    adapters_alone: bool = False,
+    check: Callable[[Any], None] | None = None,
 ) -> OpenedRun:
     """The run of a workdir with its EMA parameters; the data it was trained on need not be there.
 
@@ -137,6 +142,7 @@ def load_run(
         num_devices: devices to use instead of the run's, each sequence spread over all of them; parameters are then
             replicated unless `bindings` say otherwise.
         adapters_alone: of a run that trained adapters, load nothing else.
+        check: called with the run before its parameters are read, to refuse what it cannot do while that costs nothing.
 
     Raises:
         UserError: if there is no run or no checkpoint in it.
@@ -157,6 +163,8 @@ def load_run(
 
     mesh = _platform.make_mesh(settings.num_devices, settings.shards)
     run = Run.make(settings, mesh, None)
+    if check is not None:
+        check(run)
     with Checkpoints(workdir, read_only=True) as checkpoints:
         restored = checkpoints.restore({"ema": run.abstract_state.ema}, partial=True)
         run.check_same_adapter(restored.meta, checkpoints.directory, has_base=not adapters_alone)

@@ -38,14 +38,13 @@ def main(argv: Sequence[str]) -> int:
     from experiments._digits import DigitClassifier
     from experiments._disk import writing
     from experiments._figures import SheetStyle, save_grid
-    from experiments._sampling import PictureSampler, SampleRequest, parse_size
+    from experiments._sampling import PictureSampler, SampleRequest, check_requests, parse_size
     from experiments._workdir import load_run
     from experiments.data import DIGIT_SIZES, DIGIT_WORDS
 
     sizes = [(1, *size) for size in DIGIT_SIZES] if args.size is None else [parse_size(args.size)]
     if any(frames != 1 for frames, _, _ in sizes):
         raise UserError(f"--size is HEIGHTxWIDTH, digits are pictures; got {args.size!r}.")
-    opened = load_run(args.workdir, args.bindings, args.devices)
     labels = np.arange(NUM_SAMPLES) % 10
     # Ten digits in a row share a size, so that every digit is drawn at every size.
     chosen = [sizes[(i // 10) % len(sizes)] for i in range(NUM_SAMPLES)]
@@ -53,6 +52,9 @@ def main(argv: Sequence[str]) -> int:
         SampleRequest(f"a handwritten {DIGIT_WORDS[label]}", *size, noise_id=i)
         for i, (label, size) in enumerate(zip(labels, chosen, strict=True))
     ]
+    opened = load_run(
+        args.workdir, args.bindings, args.devices, check=lambda run: check_requests(requests, run)
+    )
     pictures = [clip[0] for clip in PictureSampler(opened.run, seed=args.seed)(opened.params, requests)]
     classifier = DigitClassifier()
     correct = classifier.classify(pictures) == labels

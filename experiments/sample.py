@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     """Sample the prompts in one batch and write a file for each. Returns the exit code."""
     args = _parser().parse_args(argv)
     log_to_stderr()
-    from experiments._sampling import PictureSampler, SampleRequest, parse_size
+    from experiments._sampling import PictureSampler, SampleRequest, check_requests, parse_size
     from experiments._workdir import load_run
 
     frames, height, width = parse_size(args.size)
@@ -40,7 +40,9 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--size is HEIGHTxWIDTH, the number of frames is --frames; got {args.size!r}.")
     requests = [SampleRequest(p, args.frames, height, width, noise_id=i) for i, p in enumerate(args.prompt)]
     paths = _paths(args, requests)
-    opened = load_run(args.workdir, args.bindings, args.devices)
+    opened = load_run(
+        args.workdir, args.bindings, args.devices, check=lambda run: check_requests(requests, run)
+    )
     pictures = PictureSampler(opened.run, seed=args.seed)(opened.params, requests)
     for path, request, picture in zip(paths, requests, pictures, strict=True):
         _write(path, picture, {"prompt": request.prompt, "seed": str(args.seed), "step": str(opened.step)})

@@ -1,5 +1,6 @@
 """Runs that train adapters: nothing else changes, nothing else is saved, and shards give what copies give."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -7,11 +8,17 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.numpy import load_file
 
-from experiments import export, train
-from jaxdit.models import MMDiTConfig
-from jaxdit.weights import Lora, abstract_params, load_lora, load_params, save_params
+from experiments import evaluate, export, sample, train
+from experiments._run import Run
+from experiments._sampling import PictureSampler, SampleRequest
+from experiments._workdir import load_run
+from jaxdit.models import MMDiTConfig, dit_config
+from jaxdit.training import make_sample_step
+from jaxdit.weights import Lora, abstract_params, load_lora, load_params, merge_lora, save_params
+from tests.experiments._data_cases import save_image
 from tests.experiments._program_cases import arrays, bindings, losses, programs_shared, run
 
 CONFIG = MMDiTConfig(
@@ -65,15 +72,18 @@ def _quick():
         yield
 
 
+def random_params(config, size):
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda leaf: (size * rng.standard_normal(leaf.shape)).astype(np.float32), abstract_params(config)
+    )
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A folder with weights and a config that fine-tunes them."""
     root = tmp_path_factory.mktemp("base")
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda leaf: (0.1 * rng.standard_normal(leaf.shape)).astype(np.float32), abstract_params(CONFIG)
-    )
-    save_params(root / "weights", params, CONFIG)
+    save_params(root / "weights", random_params(CONFIG, 0.1), CONFIG)
     (root / "lora.gin").write_text(GIN.format(weights=root / "weights"))
     return root
 
@@ -218,3 +228,81 @@ def test_exporting_adapters_needs_no_base(base, trained, tmp_path, capfd):
     assert "does not exist" in capfd.readouterr().err.splitlines()[-1]
     assert run(export.main, "--workdir", trained, "--out", tmp_path / "b", "--dtype", "bfloat16") == 2
     assert "adapters are written in float32" in capfd.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("program", [sample, evaluate])
+def test_rows_that_are_no_pixels_make_no_pictures(trained, capfd, program):
+    """Refused before the base is looked for: it may be large."""
+    arguments = ["--prompt", "a cat"] if program is sample else []
+    gone = bindings(train__init_from="'/nowhere'")
+    assert run(program.main, "--workdir", trained, *arguments, *gone) == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert "only a run that was trained on pixels can make pictures" in error
+    assert "experiments.export" in error
+
+
+CLASSES = dit_config("DiT-S/8", channels=3, num_classes=2)
+PIXELS = """
+import experiments._components
+train.model = @class_to_image()
+train.objective = @diffusion()
+train.data = @folder()
+train.optimizer = @adamw()
+train.sampler = @sampler()
+train.adapter = @lora()
+train.init_from = '{root}/weights.safetensors'
+train.num_devices = 1
+train.steps = 3
+train.block = 32
+train.ema_decay = 0.5
+class_to_image.name = 'DiT-S/8'
+class_to_image.channels = 3
+class_to_image.num_classes = 2
+diffusion.channels = 3
+folder.root = '{root}/pictures'
+folder.patch = 8
+folder.token_budget = 64
+folder.max_tokens = 16
+folder.max_text = 0
+folder.allow_uncaptioned = True
+adamw.learning_rate = 0.03
+lora.rank = 2
+sampler.num_steps = 2
+sampler.guidance_scale = 2.0
+"""
+
+
+@pytest.mark.full
+def test_pictures_of_a_run_on_pixels_are_those_of_the_merged_model(tmp_path, monkeypatch):
+    save_params(tmp_path / "base", random_params(CLASSES, 0.05), CLASSES, layout="original")
+    shutil.move(tmp_path / "base" / "dit.safetensors", tmp_path / "weights.safetensors")
+    for i in range(6):
+        save_image(tmp_path / "pictures" / ("cats", "dogs")[i % 2] / f"{i}.png", 24, 16)
+    (tmp_path / "classes.gin").write_text(PIXELS.format(root=tmp_path))
+    workdir, out = tmp_path / "run", tmp_path / "a.png"
+    assert run(train.main, "--config", tmp_path / "classes.gin", "--workdir", workdir) == 0
+    assert run(sample.main, "--workdir", workdir, "--prompt", "1", "--size", "16x24", "--out", out) == 0
+
+    opened = load_run(workdir, [])
+    adapters = {name: value for name, value in arrays(workdir, 3).items() if name.startswith("ema.")}
+    assert adapters
+    for name, value in adapters.items():
+        found = opened.params
+        for part in name.split(".")[1:]:
+            found = found[part]
+        np.testing.assert_array_equal(found, value)
+    before = load_params(tmp_path / "weights.safetensors", CLASSES)
+    np.testing.assert_array_equal(opened.params["blocks"]["qkv"]["kernel"], before["blocks"]["qkv"]["kernel"])
+
+    settings = opened.run.settings
+    # Programs are shared by configs, and that of the plain model would be taken for that of the adapted one.
+    monkeypatch.setattr("experiments._sampling.make_sample_step", make_sample_step)
+    plain = Run.make(dataclasses.replace(settings, adapter=None), opened.run.mesh, None)
+    merged = merge_lora(opened.params, CLASSES, settings.adapter.lora)
+    request = SampleRequest("1", 1, 16, 24, noise_id=0)
+    with Image.open(out) as picture:
+        drawn = np.asarray(picture).astype(int)
+    (expected,) = PictureSampler(plain)(merged, [request])
+    assert np.abs(drawn - expected[0]).max() <= 1
+    (without,) = PictureSampler(plain)(before, [request])
+    assert np.abs(drawn - without[0]).max() > 10
