@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+import socket
 
 import jax
 import numpy as np
@@ -19,7 +20,15 @@ from jaxdit.models import MMDiTConfig, dit_config
 from jaxdit.training import make_sample_step
 from jaxdit.weights import Lora, abstract_params, load_lora, load_params, merge_lora, save_params
 from tests.experiments._data_cases import save_image
-from tests.experiments._program_cases import arrays, bindings, losses, programs_shared, run
+from tests.experiments._program_cases import (
+    arrays,
+    bindings,
+    checkpoints,
+    losses,
+    programs_shared,
+    run,
+    start,
+)
 
 CONFIG = MMDiTConfig(
     in_channels=16,
@@ -120,6 +129,46 @@ def test_placement_does_not_matter(base, trained, tmp_path, changes):
     for name, value in theirs.items():
         if name.startswith("params."):
             assert np.abs(ours[name] - value).max() < 1e-3 * max(np.abs(value).max(), 0.01), name
+
+
+def two_processes(*args, cache):
+    """Trains in two processes with two devices each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    processes = [
+        start(
+            "train",
+            *args,
+            *("--coordinator", address, "--num-processes", 2, "--process-id", index, "--heartbeat", 10),
+            cache=cache,
+        )
+        for index in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=240)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], errors[0][-3000:]
+
+
+@pytest.mark.full
+def test_two_processes_do_what_one_does(base, trained, tmp_path):
+    """Also over a checkpoint between; every process reads what is frozen, and holds a part of it."""
+    arguments = ["--config", base / "lora.gin", "--workdir", tmp_path / "run", *bindings(train__shards=4)]
+    two_processes(*arguments, *bindings(train__steps=2), cache=tmp_path / "cache")
+    assert checkpoints(tmp_path / "run") == [2]
+    two_processes(*arguments, cache=tmp_path / "cache")
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(trained), rtol=1e-4)
+    exported = []
+    for workdir in (tmp_path / "run", trained):
+        folder = tmp_path / f"adapters_{len(exported)}"
+        assert run(export.main, "--workdir", workdir, "--out", folder) == 0
+        exported.append(load_file(folder / "pytorch_lora_weights.safetensors"))
+    assert exported[0].keys() == exported[1].keys()
+    for name, value in exported[1].items():
+        assert np.abs(exported[0][name] - value).max() < 1e-3 * max(np.abs(value).max(), 0.01), name
 
 
 @pytest.mark.full
