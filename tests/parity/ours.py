@@ -80,63 +80,110 @@ def run_ours(
 ) -> dict[str, np.ndarray]:
     """As `tests.parity.reference.run_reference`, from a diffusers folder on disk, perhaps with adapters."""
     config = read_config(folder, compute_dtype=compute_dtype)
+    params = load_params(folder, config)
+    if adapters is not None:
+        params = merged(params, adapters)
+    packed = _Packed(sequences_of(case))
+    if case.kind == "flux":
+        rows, attention = _flux_rows(packed, has_guidance=config.guidance_embed)
+    else:
+        rows, attention = _dit_rows(packed)
+    inputs = {name: getattr(rows, name) for name in ("img", "txt", "pooled") if name in rows._fields}
+    (d_params, d_inputs), out = _gradients(
+        _graph(case, config, lora), params, inputs, rows, attention, packed.along_img("cotangent")
+    )
+    results = {f"out.{i}": np.asarray(out[where]) for i, where in enumerate(packed.img)}
+    for name, value in d_inputs.items():
+        parts = {"img": packed.img, "txt": packed.txt}.get(name, range(len(packed.sequences)))
+        results |= {f"grad.{name}.{i}": np.asarray(value[where]) for i, where in enumerate(parts)}
+    results = {name: value for name, value in results.items() if value.size}
+    gradients = [] if lora is not None else named_tensors(d_params, config, "diffusers")
+    return results | {f"grad.param.{name}": value for name, value in gradients}
 
+
+def _graph(case: Case, config: Any, lora: Lora | None) -> Any:
     def make() -> nnx.Module:
         model = (MMDiT if case.kind == "flux" else DiT)(config, rngs=nnx.Rngs(0))
         if lora is not None:
             add_lora(model, config, lora, rngs=nnx.Rngs(0))
         return model
 
-    graph = nnx.graphdef(nnx.eval_shape(make))
-    params = load_params(folder, config)
-    if adapters is not None:
-        params = merged(params, adapters)
-    sequences = sequences_of(case)
-    img_slices, img_rows = _packed([s.img.shape[0] for s in sequences])
-    txt_slices, txt_rows = _packed([s.txt.shape[0] for s in sequences])
+    return nnx.graphdef(nnx.eval_shape(make))
 
-    def pack(name: str, slices: Any, rows: int) -> np.ndarray:
-        parts = [getattr(sequence, name) for sequence in sequences]
-        packed = np.zeros((rows, parts[0].shape[1]), parts[0].dtype)
-        for part, where in zip(parts, slices, strict=True):
-            packed[where] = part
-        return packed
 
-    def ids(slices: Any, rows: int) -> np.ndarray:
-        found = np.zeros(rows, np.int32)
-        for i, where in enumerate(slices):
-            found[where] = i + 1
-        return found
+class _Packed:
+    """Sequences end to end, with a gap after each: where they lie in image rows and text rows, and arrays of these."""
 
-    img_ids, txt_ids = ids(img_slices, img_rows), ids(txt_slices, txt_rows)
-    time = np.array([s.time for s in sequences], np.float32)
-    guidance = np.array([s.guidance for s in sequences], np.float32)
-    positions = pack("positions", img_slices, img_rows)
-    if case.kind == "flux":
-        attention = packed_rows_attention(np.concatenate([txt_ids, img_ids]))
-        inputs = {
-            "img": pack("img", img_slices, img_rows),
-            "txt": pack("txt", txt_slices, txt_rows),
-            "pooled": np.stack([s.pooled for s in sequences]),
-        }
-        rows = ImageTextRows(
-            img=inputs["img"],
-            img_segment_ids=img_ids,
-            img_positions=positions,
-            txt=inputs["txt"],
-            txt_segment_ids=txt_ids,
-            txt_positions=np.zeros((txt_rows, 3), np.int32),
-            time=time,
-            pooled=inputs["pooled"],
-            guidance=guidance if config.guidance_embed else None,
-        )
-    else:
-        attention = packed_rows_attention(img_ids)
-        inputs = {"img": pack("img", img_slices, img_rows)}
-        labels = np.array([s.label for s in sequences], np.int32)
-        rows = ImageLabelRows(inputs["img"], img_ids, positions, time, labels)
-    rows = jax.tree.map(jnp.asarray, rows)
-    cotangent = pack("cotangent", img_slices, img_rows)
+    def __init__(self, sequences: Any) -> None:
+        self.sequences = sequences
+        self.img, self.num_img = _ranges([s.img.shape[0] for s in sequences])
+        self.txt, self.num_txt = _ranges([s.txt.shape[0] for s in sequences])
+
+    def along_img(self, name: str) -> np.ndarray:
+        return _filled([getattr(s, name) for s in self.sequences], self.img, self.num_img)
+
+    def along_txt(self, name: str) -> np.ndarray:
+        return _filled([getattr(s, name) for s in self.sequences], self.txt, self.num_txt)
+
+    @property
+    def img_ids(self) -> np.ndarray:
+        return _segment_ids(self.img, self.num_img)
+
+    @property
+    def txt_ids(self) -> np.ndarray:
+        return _segment_ids(self.txt, self.num_txt)
+
+    def each(self, name: str, dtype: Any = np.float32) -> np.ndarray:
+        return np.array([getattr(s, name) for s in self.sequences], dtype)
+
+
+def _ranges(lengths: list[int]) -> tuple[list[slice], int]:
+    starts = np.cumsum([0, *(length + _GAP for length in lengths)])
+    return [slice(int(a), int(a) + n) for a, n in zip(starts[:-1], lengths, strict=True)], int(starts[-1])
+
+
+def _filled(parts: list[np.ndarray], ranges: list[slice], num_rows: int) -> np.ndarray:
+    packed = np.zeros((num_rows, parts[0].shape[1]), parts[0].dtype)
+    for part, where in zip(parts, ranges, strict=True):
+        packed[where] = part
+    return packed
+
+
+def _segment_ids(ranges: list[slice], num_rows: int) -> np.ndarray:
+    found = np.zeros(num_rows, np.int32)
+    for i, where in enumerate(ranges):
+        found[where] = i + 1
+    return found
+
+
+def _flux_rows(packed: _Packed, *, has_guidance: bool) -> tuple[ImageTextRows, Any]:
+    rows = ImageTextRows(
+        img=packed.along_img("img"),
+        img_segment_ids=packed.img_ids,
+        img_positions=packed.along_img("positions"),
+        txt=packed.along_txt("txt"),
+        txt_segment_ids=packed.txt_ids,
+        txt_positions=np.zeros((packed.num_txt, 3), np.int32),
+        time=packed.each("time"),
+        pooled=np.stack([s.pooled for s in packed.sequences]),
+        guidance=packed.each("guidance") if has_guidance else None,
+    )
+    return rows, packed_rows_attention(np.concatenate([packed.txt_ids, packed.img_ids]))
+
+
+def _dit_rows(packed: _Packed) -> tuple[ImageLabelRows, Any]:
+    rows = ImageLabelRows(
+        packed.along_img("img"),
+        packed.img_ids,
+        packed.along_img("positions"),
+        packed.each("time"),
+        packed.each("label", np.int32),
+    )
+    return rows, packed_rows_attention(packed.img_ids)
+
+
+def _gradients(graph: Any, params: Any, inputs: Any, rows: Any, attention: Any, cotangent: Any) -> Any:
+    """((gradients of parameters, of inputs), output)."""
 
     @jax.jit
     def run(params: Any, inputs: Any, rows: Any) -> Any:
@@ -146,21 +193,7 @@ def run_ours(
 
         return jax.grad(total, argnums=(0, 1), has_aux=True)(params, inputs)
 
-    (d_params, d_inputs), out = run(params, jax.tree.map(jnp.asarray, inputs), rows)
-    results = {f"out.{i}": np.asarray(out[where]) for i, where in enumerate(img_slices)}
-    for name, value in d_inputs.items():
-        for i in range(len(sequences)):
-            slices = {"img": img_slices, "txt": txt_slices}.get(name)
-            part = np.asarray(value[i] if slices is None else value[slices[i]])
-            if part.size:
-                results[f"grad.{name}.{i}"] = part
-    gradients = [] if lora is not None else named_tensors(d_params, config, "diffusers")
-    return results | {f"grad.param.{name}": value for name, value in gradients}
-
-
-def _packed(lengths: list[int]) -> tuple[list[slice], int]:
-    starts = np.cumsum([0, *(length + _GAP for length in lengths)])
-    return [slice(int(a), int(a) + n) for a, n in zip(starts[:-1], lengths, strict=True)], int(starts[-1])
+    return run(params, *jax.tree.map(jnp.asarray, (inputs, rows)))
 
 
 def packed_rows_attention(ids: np.ndarray, *, block: int = _BLOCK) -> Any:
