@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -60,6 +61,21 @@ class _Header:
     error: str = ""
 
 
+class _Beside(threading.local):
+    """Features that a thread's last `read` found beside the latents: asked for next, they need no second opening."""
+
+    def __init__(self) -> None:
+        self._index, self._features = -1, dict[str, np.ndarray]()
+
+    def keep(self, index: int, features: dict[str, np.ndarray]) -> None:
+        """In the place of those of the sample before."""
+        self._index, self._features = index, features
+
+    def take(self, index: int, name: str) -> np.ndarray | None:
+        """A feature of a sample, once; None if it is not there."""
+        return self._features.pop(name, None) if index == self._index else None
+
+
 class EncodedFolder:
     """One sample a file, `.safetensors`, at any depth below a folder.
 
@@ -100,6 +116,7 @@ class EncodedFolder:
         labels = [x.label for x in headers if x.label is not None]
         self.labels = np.asarray(labels, np.int32) if labels else None
         self.digest = digest_of([repr(rules), *(repr(header) for header in headers)])
+        self._beside = _Beside()
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -127,6 +144,9 @@ class EncodedFolder:
         return self._tensor(index, "pooled", (self.pooled_channels,))
 
     def _tensor(self, index: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        kept = self._beside.take(index, name)
+        if kept is not None:
+            return kept[: shape[0]]
         try:
             with safe_open(self._root / self.sample_name(index), framework="np") as file:
                 found = np.asarray(file.get_slice(name)[: shape[0]], np.float32)
@@ -141,6 +161,7 @@ class EncodedFolder:
           BadSampleError: the file cannot be read, is not what it was, or has values that are not finite.
         """
         header = self._headers[index]
+        self._beside.keep(-1, {})
         try:
             with safe_open(self._root / header.name, framework="np") as file:
                 if _shapes_text(file) != header.shapes:
@@ -157,10 +178,12 @@ class EncodedFolder:
         for key, values in tensors.items():
             if not np.isfinite(values).all():
                 raise BadSampleError(f"{key} has values that are not finite")
+        latents = tensors.pop("latents")
+        self._beside.keep(index, tensors)
         c, t, h, w = header.latents
         p = self._rules.patch
         # (c, t, h/p, ph, w/p, pw) to (t, h/p, w/p, row)
-        blocks = tensors["latents"].reshape(c, t, h // p, p, w // p, p)
+        blocks = latents.reshape(c, t, h // p, p, w // p, p)
         order = (1, 2, 4, 3, 5, 0) if self._rules.channels_last else (1, 2, 4, 0, 3, 5)
         return np.ascontiguousarray(blocks.transpose(order).reshape(t * (h // p) * (w // p), p * p * c))
 

@@ -68,7 +68,7 @@ class StepReader:
         index = self.sampler.step(t)
         local = np.flatnonzero(np.isin(index.home(self.num_devices), self.local_devices)).astype(np.int32)
         loss_weight = index.loss_weight[local].copy()
-        rows, bad = [], []
+        rows, text, pooled, bad = [], [], [], []
         for i, sequence in enumerate(local.tolist()):
             try:
                 rows.append(self._rows(index, sequence))
@@ -79,14 +79,17 @@ class StepReader:
                 bad.append(name)
                 loss_weight[i] = 0.0
                 rows.append(np.zeros((int(index.image_lengths[sequence]), self.channels), np.float32))
+            # One sample after the other: a source may have read them together.
+            text.append(self._text(index, sequence))
+            pooled.append(self._pooled(index, sequence))
         return StepData(
             index=index,
             num_devices=self.num_devices,
             local_devices=self.local_devices,
             sequences=local,
             rows=tuple(rows),
-            text=tuple(self._text(index, s) for s in local.tolist()),
-            pooled=tuple(self._pooled(index, s) for s in local.tolist()),
+            text=tuple(text),
+            pooled=tuple(pooled),
             loss_weight=loss_weight,
             channels=self.channels,
             text_channels=self.text_channels,

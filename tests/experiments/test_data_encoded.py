@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from experiments.data import (
@@ -106,6 +107,29 @@ def test_a_step(folder):
     assert sum(len(rows) for rows in data.rows) == data.index.image_lengths.sum()
     assert {text.dtype for text in data.text} == {np.dtype(np.float32)}
     assert not data.bad
+
+
+def test_a_file_is_opened_once_for_its_sample(folder, monkeypatch):
+    """And gives what it gives in parts, also with other samples and another opening between."""
+    source = EncodedFolder(folder, rules=EncodedRules(patch=2, max_text=5))
+    apart = [(source.text(i), source.pooled(i)) for i in range(3)]
+    opened = []
+
+    def counting(path, framework):
+        opened.append(path.name)
+        return safe_open(path, framework=framework)
+
+    monkeypatch.setattr("experiments.data._encoded.safe_open", counting)
+    sampler = StepSampler([source], token_budget=64, seed=0, caption_dropout=0.0)
+    data = StepReader(sampler, local_devices=[0], num_devices=1).read(0)
+    assert len(opened) == len(data.rows) >= 3
+    for sample, text, pooled in zip(data.index.index, data.text, data.pooled, strict=True):
+        np.testing.assert_array_equal(text, apart[sample][0])
+        np.testing.assert_array_equal(pooled, apart[sample][1])
+    source.read(0)
+    np.testing.assert_array_equal(source.text(1), apart[1][0])
+    for _ in range(2):
+        np.testing.assert_array_equal(source.text(0), apart[0][0])
 
 
 @pytest.mark.parametrize(
