@@ -85,15 +85,15 @@ class Trainer:
         """
         latest = checkpoints.latest()
         if latest is None:
-            self.run.check_pretrained()
+            adapters = self.run.pretrained.check()
             capacity = self._fresh_capacity(0)
-            return Start(self.run.init_state(), 0, capacity, None)
+            return Start(self.run.init_state(adapters), 0, capacity, None)
         meta = checkpoints.meta(latest)
         self.run.check_same_data(meta, checkpoints.directory)
-        self.run.check_same_adapter(meta, checkpoints.directory)
+        self.run.pretrained.check_same(meta, checkpoints.directory)
         capacity = self.run.saved_capacity(meta) or self._fresh_capacity(latest)
         wanted = self.run.abstract_state._replace(frozen={})
-        state = checkpoints.restore(wanted, step=latest).state._replace(frozen=self.run.frozen())
+        state = checkpoints.restore(wanted, step=latest).state._replace(frozen=self.run.pretrained.frozen())
         _LOG.info("going on from step %d of %s", latest, checkpoints.directory)
         return Start(state, latest, capacity, json.loads(meta.get("row", "null")))
 

@@ -17,31 +17,16 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
-from experiments._components import AdapterSpec, ModelSpec, OptimizerSpec, RunSettings
+from experiments._components import AdapterSpec, RunSettings
 from experiments._config import UserError, checking
-from experiments._data_components import DataSpec
 from experiments._disk import size_text
 from experiments._feed import Planner, size_capacity
-from experiments._platform import (
-    compiler_options,
-    device_memory_bytes,
-    needs_padded_exchange,
-    put_everywhere,
-)
+from experiments._platform import compiler_options, device_memory_bytes, needs_padded_exchange
+from experiments._pretrained import Pretrained
 from experiments._run_data import Data
 from experiments.data import Sampler
-from jaxdit.models import scan_layers
-from jaxdit.training import (
-    DiffusionLoss,
-    FlowMatching,
-    Objective,
-    SamplerSettings,
-    TrainProgram,
-    TrainState,
-    bytes_per_device,
-    merged,
-)
-from jaxdit.weights import add_lora, check_checkpoint, checkpoint_digest, load_lora, load_params
+from jaxdit.training import TrainProgram, TrainState, bytes_per_device
+from jaxdit.weights import add_lora
 from solver import CostModel, RouteCapacity, StepCapacity, Topology, parse_bags
 
 _LOG = logging.getLogger(__name__)
@@ -186,60 +171,18 @@ class Run:
         """Trained parameters of the model."""
         return sum(math.prod(x.shape) for x in jax.tree.leaves(self.abstract_state.params))
 
-    def check_pretrained(self) -> None:
-        """Refuse a checkpoint to start from that is not of this model; reads names and shapes alone.
+    @cached_property
+    def pretrained(self) -> Pretrained:
+        """Weights and adapters of others that the run starts from."""
+        return Pretrained(self.settings, self.program)
 
-        Raises:
-            UserError: naming what differs.
+    def init_state(self, adapters: Any = None) -> TrainState:
+        """A fresh state; backbone and adapters are those of `init_from` where it is set.
+
+        Args:
+            adapters: what `Pretrained.check` gave.
         """
-        path, model = self.settings.init_from, self.settings.model
-        if path is None:
-            return
-        with checking("train.init_from"):
-            check_checkpoint(path, model.config)
-        adapter = self.settings.adapter
-        if adapter is not None and adapter.init_from is not None:
-            with checking("lora.init_from"):
-                load_lora(adapter.init_from, model.config, adapter.lora)
-
-    def init_state(self) -> TrainState:
-        """A fresh state; backbone and adapters are those of `init_from` where it is set."""
-        adapter, loaded = self.settings.adapter, self._pretrained()
-        if adapter is not None and adapter.init_from is not None:
-            with checking("lora.init_from"):
-                found = load_lora(adapter.init_from, self.settings.model.config, adapter.lora)
-            found = self._in_module(found)
-            shardings = self.program.state_shardings().params
-            loaded = merged(loaded, jax.tree.map(put_everywhere, found, shardings))
-        return self.program.init_state(lambda: make_module(self.settings), loaded)
-
-    def frozen(self) -> Any:
-        """The parameters that are not trained, from where they came from."""
-        return {} if self.settings.adapter is None else self._pretrained()
-
-    def _pretrained(self) -> Any:
-        """The backbone's parameters from `init_from`, in their place in the module; nothing without."""
-        settings, program = self.settings, self.program
-        path, model = settings.init_from, settings.model
-        if path is None:
-            return {}
-        _LOG.info("loading %s", path)
-        shardings = program.state_shardings()
-        found = shardings.params if settings.adapter is None else shardings.frozen
-        if self._adapter_key is not None:  # read now, while the files are there
-            _LOG.info("digest of what is frozen: %s", self._adapter_key["base"])
-        for name in model.backbone_path:
-            found = found[name]
-        with checking("train.init_from"):
-            return self._in_module(
-                load_params(path, model.config, shardings=found, dtype=program.frozen_dtype)
-            )
-
-    def _in_module(self, params: Any) -> Any:
-        """The backbone's parameters as parameters of the module."""
-        for name in reversed(self.settings.model.backbone_path):
-            params = {name: params}
-        return params
+        return self.program.init_state(lambda: make_module(self.settings), self.pretrained.load(adapters))
 
     def initial_capacity(self, sampler: Sampler, count: int, start: int = 0) -> StepCapacity:
         """The capacity that holds `count` micro-batches from `start` on."""
@@ -255,7 +198,7 @@ class Run:
             "seed": self.settings.seed,
             "data": self.training_data.train.digest,
             "layout": self._layout_key(),
-            "adapter": self._adapter_key,
+            "adapter": self.pretrained.key,
             # A round trip, since JSON has lists where capacities have tuples.
             "capacity": json.loads(json.dumps(dataclasses.asdict(capacity))),
         }
@@ -286,50 +229,6 @@ class Run:
             planner.padded,
             self.settings.micro_batches,
         ]
-
-    @cached_property
-    def _adapter_key(self) -> dict[str, Any] | None:
-        """What adapters are of, and how they enter: other values would make another model of them."""
-        if self.settings.adapter is None:
-            return None
-        assert self.settings.init_from is not None
-        with checking("train.init_from"):
-            return {"base": checkpoint_digest(self.settings.init_from), **self._adapter_settings}
-
-    @property
-    def _adapter_settings(self) -> dict[str, Any]:
-        assert self.settings.adapter is not None
-        lora = self.settings.adapter.lora
-        return {"scale": lora.scale, "targets": sorted(lora.targets)}
-
-    def check_same_adapter(
-        self, meta: dict[str, Any], folder: os.PathLike[str], *, has_base: bool = True
-    ) -> None:
-        """Refuse adapters of another model, or that would enter it differently.
-
-        Args:
-            meta: what the checkpoint says of its run.
-            folder: where it is, for the message.
-            has_base: whether the model itself is used.
-
-        Raises:
-            UserError: naming what changed.
-        """
-        saved = meta.get("adapter")
-        if saved is None or self.settings.adapter is None:
-            return
-        titles = {
-            "scale": "lora.alpha / lora.rank",
-            "targets": "lora.targets",
-            "base": "the weights at train.init_from",
-        }
-        mine = (self._adapter_key if has_base else None) or self._adapter_settings
-        changed = [titles[name] for name in mine if saved[name] != mine[name]]
-        if changed:
-            raise UserError(
-                f"{folder} holds adapters that were trained with other {' and '.join(changed)}. Restore what it was, or"
-                " choose another --workdir."
-            )
 
     def check_same_data(self, meta: dict[str, Any], folder: os.PathLike[str]) -> None:
         """Refuse to go on from a checkpoint where its position would mean other sequences.
@@ -463,107 +362,3 @@ def _host_memory_bytes() -> int:
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [path.read_text().strip() for path in _CONTAINER_LIMITS if path.is_file()]
     return min([physical, *(int(limit) for limit in limits if limit.isdigit())])
-
-
-def check_settings(settings: RunSettings) -> None:
-    """Refuse settings that no run can have; touches no device.
-
-    Raises:
-        UserError: naming the rule.
-    """
-    _check_parts(settings)
-    if not 0 <= settings.seed < 1 << 63:
-        raise UserError(f"train.seed must be in [0, 2^63); got seed={settings.seed}.")
-    for name in _AT_LEAST_ONE:
-        if getattr(settings, name) < 1:
-            raise UserError(f"train.{name} must be at least 1; got {name}={getattr(settings, name)}.")
-    for name in ("eval_every", "sample_every"):
-        if getattr(settings, name) < 0:
-            raise UserError(
-                f"train.{name} must not be negative; got {name}={getattr(settings, name)}. 0 turns it off."
-            )
-    if settings.on_nonfinite not in ("skip", "stop"):
-        raise UserError(f"train.on_nonfinite must be skip or stop; got {settings.on_nonfinite!r}.")
-    if not 0 <= settings.ema_decay < 1:
-        raise UserError(f"train.ema_decay must be in [0, 1); got ema_decay={settings.ema_decay}.")
-    with checking("train.remat"):
-        scan_layers(settings.remat)
-    if settings.shards > 1 and settings.remat != "full":
-        raise UserError(
-            f"train.remat must be full with train.shards > 1; got remat={settings.remat!r}, shards={settings.shards}:"
-            " sharded layers are gathered and computed again in the backward pass."
-        )
-    _check_objective(settings)
-    _check_adapter(settings)
-
-
-def _check_adapter(settings: RunSettings) -> None:
-    """Refuse adapters of a model that is not there."""
-    if settings.adapter is None:
-        return
-    if settings.init_from is None:
-        raise UserError(
-            "train.adapter trains small additions to a model that stays as it is: give the model, train.init_from."
-        )
-    if settings.model.max_text is not None:
-        raise UserError(
-            "train.adapter freezes everything else, and a text encoder trained along would stay untrained; got"
-            f" text_to_image.max_text={settings.model.max_text}. Use text features, max_text=None."
-        )
-    with checking("lora"):
-        nnx.eval_shape(lambda: make_module(settings))
-
-
-def _check_parts(settings: RunSettings) -> None:
-    """Refuse a part of a run that is something else, such as a reference without its parentheses."""
-    parts = {
-        "model": (ModelSpec, "@text_to_image()"),
-        "objective": (Objective, "@flow_matching()"),
-        "data": (DataSpec, "@quickstart()"),
-        "optimizer": (OptimizerSpec, "@adamw()"),
-        "sampler": (SamplerSettings, "@sampler()"),
-    }
-    if settings.adapter is not None:
-        parts["adapter"] = (AdapterSpec, "@lora()")
-    for name, (kind, example) in parts.items():
-        value = getattr(settings, name)
-        if not isinstance(value, kind):
-            raise UserError(
-                f"train.{name} must be a configurable of its kind, called, such as {example}; got {value!r:.100}."
-            )
-    prompts = settings.sample_prompts
-    if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
-        raise UserError(f"train.sample_prompts must be a list of texts; got {prompts!r:.100}.")
-
-
-_AT_LEAST_ONE = (
-    "steps",
-    "micro_batches",
-    "save_every",
-    "keep",
-    "log_every",
-    "lookahead",
-    "num_devices",
-    "shards",
-)
-
-
-def _check_objective(settings: RunSettings) -> None:
-    """Refuse an objective that is not for the model."""
-    model, objective = settings.model, settings.objective
-    wanted = DiffusionLoss if model.uses_labels else FlowMatching
-    if not isinstance(objective, wanted):
-        raise UserError(
-            "train.objective must be flow_matching for text_to_image and diffusion for class_to_image; got"
-            f" {type(objective).__name__} for a model {'with' if model.uses_labels else 'without'} class labels."
-        )
-    if isinstance(objective, DiffusionLoss) and objective.channels != model.pixel_channels:
-        raise UserError(
-            f"diffusion.channels must be class_to_image.channels; got {objective.channels} and"
-            f" {model.pixel_channels}."
-        )
-    if isinstance(objective, FlowMatching) and (objective.guidance is None) == model.guidance_embed:
-        raise UserError(
-            "flow_matching.guidance is for models with text_to_image.guidance_embed=True, and they need it; got"
-            f" guidance={objective.guidance}, guidance_embed={model.guidance_embed}. FLUX.1-dev has 3.5 and True."
-        )

@@ -92,8 +92,8 @@ def check_request(request: SampleRequest, run: Run) -> None:
     patch, model = run.settings.data.patch, run.settings.model
     if not patch:
         raise UserError(
-            "only a run that was trained on pixels can make pictures; this one's rows are of encoded or synthetic data."
-            " Export its weights with experiments.export, and sample where the decoder of its latents is."
+            "this run cannot make pictures: its rows, of encoded or synthetic data, are no pixels. Export its weights"
+            " with experiments.export, and sample where the decoder of its latents is."
         )
     for name in ("frames", "height", "width"):
         value = getattr(request, name)

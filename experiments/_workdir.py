@@ -39,7 +39,7 @@ def checked_settings(bindings: Sequence[str]) -> Any:
         UserError: naming the rule.
     """
     from experiments import _components
-    from experiments._run import check_settings
+    from experiments._settings import check_settings
 
     with checking():
         settings = _components.train()
@@ -167,9 +167,9 @@ def load_run(
         check(run)
     with Checkpoints(workdir, read_only=True) as checkpoints:
         restored = checkpoints.restore({"ema": run.abstract_state.ema}, partial=True)
-        run.check_same_adapter(restored.meta, checkpoints.directory, has_base=not adapters_alone)
+        run.pretrained.check_same(restored.meta, checkpoints.directory, has_base=not adapters_alone)
     _LOG.info("EMA weights of step %d of %s", restored.step, workdir)
-    frozen = {} if adapters_alone else run.frozen()
+    frozen = {} if adapters_alone else run.pretrained.frozen()
     return OpenedRun(run, merged(frozen, restored.state["ema"]), restored.step)
 
 

@@ -286,7 +286,7 @@ def test_rows_that_are_no_pixels_make_no_pictures(trained, capfd, program):
     gone = bindings(train__init_from="'/nowhere'")
     assert run(program.main, "--workdir", trained, *arguments, *gone) == 2
     error = capfd.readouterr().err.splitlines()[-1]
-    assert "only a run that was trained on pixels can make pictures" in error
+    assert "cannot make pictures: its rows, of encoded or synthetic data, are no pixels" in error
     assert "experiments.export" in error
 
 
