@@ -7,17 +7,13 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from experiments import _components, train
-from experiments._config import CONFIG_DIR, load_config
-from experiments._feed import home_rows, size_capacity
-from experiments._run import check_settings, make_planner, make_program
-from experiments._run_data import open_data
-from experiments.data import StepReader
+from experiments import train
+from experiments._aot_program import AbstractRun, Requested
+from experiments._config import CONFIG_DIR
 from jaxdit.models import MMDiTConfig
-from jaxdit.training import StepInputs, TrainState, bytes_per_device, make_train_step, module_params
+from jaxdit.training import bytes_per_device, make_train_step
 from jaxdit.weights import abstract_params, save_params
 from parallel import DATA_AXES
-from solver import step_tables
 from tests.experiments._data_cases import save_encoded, save_image
 from tests.experiments._program_cases import bindings, losses, programs_shared, run
 
@@ -136,81 +132,58 @@ def test_headers_say_how_and_what_for(path):
     assert any("experiments.train" in line for line in header)
 
 
-class Requested:
-    """What a config asks for, found out without its devices."""
-
-    def __init__(self, name, *changes):
-        load_config(name, changes)
-        self.settings = settings = _components.train()
-        check_settings(settings)
-        self.data = open_data(settings)
-        self.planner = make_planner(settings, settings.num_devices, padded=False)
-        self.indices = [self.data.train.step(t) for t in range(16)]
-        self.capacity = size_capacity(self.planner, iter(self.indices))
-        shape = (settings.num_devices // settings.shards, settings.shards)
-        mesh = AbstractMesh(shape, DATA_AXES, axis_types=(AxisType.Auto, AxisType.Auto))
-        self.program = make_program(settings, mesh)
-        self.params = module_params(self.program.module)
-
-    @property
-    def num_params(self):
-        return sum(math.prod(x.shape) for x in jax.tree.leaves(self.params))
-
-    def state_bytes(self, copies):
-        return bytes_per_device(self.params, self.program.axes, self.settings.shards, copies=copies)
-
-    def state(self):
-        scalar = jax.ShapeDtypeStruct((), np.int32)
-        moments = jax.eval_shape(self.program.optimizer.init, self.params)
-        return TrainState(scalar, self.params, self.params, moments, scalar)
-
-    def inputs(self):
-        """Shapes of a step's inputs: those of one device, for all devices."""
-        item = StepReader(self.data.train, local_devices=[0], num_devices=self.settings.num_devices).read(0)
-        tables = step_tables(self.planner.layout(item.index), self.capacity, [0])
-        micro = self.settings.micro_batches
-
-        def everywhere(x):
-            return jax.ShapeDtypeStruct((self.settings.num_devices, micro, *x.shape[1:]), x.dtype)
-
-        return StepInputs(
-            rows=jax.tree.map(everywhere, home_rows(item, self.capacity)),
-            tables=jax.tree.map(everywhere, tables),
-            num_image_tokens=jax.ShapeDtypeStruct((micro, self.capacity.sequences), np.int32),
-            plan_digest=jax.ShapeDtypeStruct((self.settings.num_devices, micro), np.int32),
-        )
-
-    def traced(self):
-        """(state, metrics) of a step, as shapes."""
-        key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
-        return jax.eval_shape(make_train_step(self.program, self.capacity), self.state(), self.inputs(), key)
+LOOKAHEAD = 16
 
 
-def assert_step_keeps_the_state(requested):
-    state, metrics = requested.traced()
-    want = jax.tree.map(lambda x: (x.shape, np.dtype(x.dtype)), requested.state())
+def requested_run(name, *changes):
+    """What a config asks for, on devices that are not here."""
+    requested = Requested.load(name, [f"train.lookahead={LOOKAHEAD}", *changes])
+    settings = requested.settings
+    shape = (settings.num_devices // settings.shards, settings.shards)
+    return AbstractRun(requested, AbstractMesh(shape, DATA_AXES, axis_types=(AxisType.Auto,) * 2))
+
+
+def num_params(run):
+    return sum(x.size for x in jax.tree.leaves(run.state.params))
+
+
+def state_bytes(run, copies):
+    return bytes_per_device(
+        run.state.params, run.program.trained_axes, run.requested.settings.shards, copies=copies
+    )
+
+
+def steps(run):
+    return [run.requested.data.train.step(t) for t in range(LOOKAHEAD)]
+
+
+def assert_step_keeps_the_state(run):
+    key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
+    step = make_train_step(run.program, run.requested.plans.capacity)
+    state, metrics = jax.eval_shape(step, run.state, run.inputs, key)
+    want = jax.tree.map(lambda x: (x.shape, np.dtype(x.dtype)), run.state)
     assert jax.tree.map(lambda x: (x.shape, np.dtype(x.dtype)), state) == want
     assert all(x.dtype == np.float32 for x in jax.tree.leaves(state.params))
     assert (metrics.loss.shape, metrics.loss.dtype) == ((), np.float32)
 
 
 def test_flux_on_32_h100():
-    requested = Requested("flux_32xh100")
-    assert requested.num_params == 11_901_408_320
+    run = requested_run("flux_32xh100")
+    assert num_params(run) == 11_901_408_320
     # 11.90e9 parameters x 4 bytes x 5 arrays / 32 devices; what does not divide (small biases, norms) is replicated.
-    assert requested.state_bytes(5) == pytest.approx(11_901_408_320 * 4 * 5 / 32, rel=2e-3)
-    assert requested.settings.model.dtype == np.dtype("bfloat16")
-    assert_step_keeps_the_state(requested)
+    assert state_bytes(run, 5) == pytest.approx(11_901_408_320 * 4 * 5 / 32, rel=2e-3)
+    assert run.requested.settings.model.dtype == np.dtype("bfloat16")
+    assert_step_keeps_the_state(run)
 
-    hybrid = Requested("flux_32xh100", "train.shards=8")
-    assert hybrid.state_bytes(5) == pytest.approx(29.75e9, rel=2e-3)
+    hybrid = requested_run("flux_32xh100", "train.shards=8")
+    assert state_bytes(hybrid, 5) == pytest.approx(29.75e9, rel=2e-3)
 
 
 def test_layout_of_flux_on_32_h100():
-    requested = Requested("flux_32xh100")
-    capacity, planner = requested.capacity, requested.planner
+    run = requested_run("flux_32xh100")
+    capacity, planner = run.requested.plans.capacity, run.requested.planner
     assert planner.topology.num_machines == 4
-    for index in requested.indices:
+    for index in steps(run):
         assert len(index.lengths) == 89
         assert index.home_rank is not None
         assert set(index.home(32).tolist()) == set(range(32))
@@ -220,7 +193,7 @@ def test_layout_of_flux_on_32_h100():
         assert plan.load.max() / plan.load.mean() < 1.02
         before = planner.plan(index, None)
         assert before.load.max() / before.load.mean() > 2
-    tokens = max(int(index.lengths.sum()) for index in requested.indices)
+    tokens = max(int(index.lengths.sum()) for index in steps(run))
     # Rows of the token layout are at most a sixth above an even share of the fullest step.
     assert tokens / 32 <= capacity.text + capacity.image <= tokens / 32 * 1.16
     # Every device holds a share of every head: (token, head) rows of a 24-head model, an eighth of a bag's.
@@ -231,15 +204,15 @@ def test_layout_of_flux_on_32_h100():
 
 
 def test_dit_xl_2():
-    requested = Requested("dit_xl_2")
+    run = requested_run("dit_xl_2")
     # The published 675,129,632 without the table of 256 positions, which is computed for any size here.
-    assert requested.num_params == 675_129_632 - 256 * 1152
-    assert requested.state_bytes(5) == pytest.approx(674_834_720 * 4 * 5 / 8, rel=0.02)
-    assert requested.data.train.sources[0].labels.max() == 999
-    assert_step_keeps_the_state(requested)
-    index = requested.indices[0]
+    assert num_params(run) == 675_129_632 - 256 * 1152
+    assert state_bytes(run, 5) == pytest.approx(674_834_720 * 4 * 5 / 8, rel=0.02)
+    assert run.requested.data.train.sources[0].labels.max() == 999
+    assert_step_keeps_the_state(run)
+    index = run.requested.data.train.step(0)
     assert not index.text_lengths.any()
     assert index.dropped.any()
     assert 245 <= index.lengths.min() <= 266
     assert 983 <= index.lengths.max() <= 1065
-    assert requested.capacity.image >= index.lengths.sum() / 8
+    assert run.requested.plans.capacity.image >= index.lengths.sum() / 8
