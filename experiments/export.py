@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     from experiments._config import checking
     from experiments._disk import writing
     from experiments._workdir import load_run
-    from jaxdit.weights import check_target, merge_lora, save_lora, save_params
+    from jaxdit.weights import SaveFormat, check_target, merge_lora, save_lora, save_params
 
     with checking("--out"), writing(args.out, "Choose another --out."):
         check_target(args.out)
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
             if adapter is not None:
                 params = merge_lora(params, model.config, adapter.lora)
             max_file_bytes = round(args.max_file_gb * 1e9)
-            save_params(args.out, params, model.config, max_file_bytes=max_file_bytes, **given)
+            save_params(args.out, params, model.config, SaveFormat(max_file_bytes=max_file_bytes, **given))
     logging.info("wrote %s, step %d of %s", args.out, opened.step, args.workdir)
     return 0
 

@@ -30,13 +30,11 @@ class LowRankAdapter(nnx.Module):
     uniform in +- 1 / sqrt(inputs) and `b` at zero, so that training starts from the layer as it is.
 
     Args:
-        inputs: columns of x.
-        outputs: columns of the layer's output.
+        shape: of the layer's kernel, (inputs, outputs) or, for a stack of layers, (layers, inputs, outputs).
         parts: in the order of their columns, which do not overlap.
         rank: columns of every `a`.
         scale: factor on the products.
         dtype: of the products.
-        num_layers: leading axis of the parameters, for a stack of layers; None for none.
         rngs: source of the initial parameters.
 
     Reference: Hu et al., LoRA, arXiv 2106.09685.
@@ -44,19 +42,16 @@ class LowRankAdapter(nnx.Module):
 
     def __init__(
         self,
-        inputs: int,
-        outputs: int,
+        shape: tuple[int, ...],
         parts: Sequence[AdapterPart],
         *,
         rank: int,
         scale: float,
         dtype: Any,
-        num_layers: int | None,
         rngs: nnx.Rngs,
     ) -> None:
-        self.outputs, self.scale, self.dtype = outputs, scale, dtype
-        self.columns = tuple(parts)
-        stack = () if num_layers is None else (num_layers,)
+        *stack, inputs, self.outputs = shape
+        self.scale, self.dtype, self.columns = scale, dtype, tuple(parts)
         bound = 1 / math.sqrt(inputs)
 
         def make(part: AdapterPart) -> Any:

@@ -12,6 +12,7 @@ from ._lora import add_lora as add_lora
 from ._lora import load_lora as load_lora
 from ._lora import merge_lora as merge_lora
 from ._lora import save_lora as save_lora
+from ._save import SaveFormat as SaveFormat
 from ._save import save_params as save_params
 from ._tables import abstract_params as abstract_params
 from ._write import check_target as check_target
@@ -19,6 +20,7 @@ from ._write import check_target as check_target
 __all__ = [
     "DEFAULT_TARGETS",
     "Lora",
+    "SaveFormat",
     "WeightsError",
     "abstract_params",
     "add_lora",

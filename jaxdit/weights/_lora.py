@@ -144,15 +144,12 @@ def add_lora(module: nnx.Module, config: ModelConfig, lora: Lora, *, rngs: nnx.R
         linear: Any = module
         for name in target.path:
             linear = getattr(linear, name)
-        num_layers, inputs, outputs = linear.kernel.shape
         linear.adapter = LowRankAdapter(
-            inputs,
-            outputs,
+            linear.kernel.shape,
             target.parts,
             rank=lora.rank,
             scale=lora.scale,
             dtype=config.dtype,
-            num_layers=num_layers,
             rngs=rngs,
         )
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,21 +20,49 @@ from ._names import Piece, TensorTable, leaf_at
 from ._tables import check_params, table_for, with_positions
 from ._write import shared_target, write_files
 
-__all__ = ["LayersOnHost", "named_tensors", "save_params"]
+__all__ = ["LayersOnHost", "SaveFormat", "named_tensors", "save_params"]
 
 _DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 _ORIGINAL_NAMES = {MMDiTConfig: "flux1.safetensors", DiTConfig: "dit.safetensors"}
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFormat:
+    """How a checkpoint is written.
+
+    Attributes:
+        layout: "diffusers" or "original".
+        dtype: "float32", "bfloat16" or "float16", to which values are rounded.
+        sample_size: edge of the latent images a DiT is for, in latent pixels; FLUX.1 needs none.
+        max_file_bytes: tensors of a file; more of them are divided over several files with an index. This much is held
+            in host memory.
+
+    Raises:
+        WeightsError: for another dtype, or no bytes at all.
+    """
+
+    layout: str = "diffusers"
+    dtype: str = "float32"
+    sample_size: int = 32
+    max_file_bytes: int = 5_000_000_000
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise WeightsError(f"dtype must be one of {', '.join(_DTYPES)}; got dtype={self.dtype!r}.")
+        if self.max_file_bytes < 1:
+            raise WeightsError(
+                f"max_file_bytes must be at least 1; got max_file_bytes={self.max_file_bytes}."
+            )
+
+
+_DIFFUSERS = SaveFormat()
 
 
 def save_params(
     folder: str | os.PathLike[str],
     params: Any,
     config: ModelConfig,
-    *,
-    layout: str = "diffusers",
-    dtype: str = "float32",
-    sample_size: int = 32,
-    max_file_bytes: int = 5_000_000_000,
+    form: SaveFormat = _DIFFUSERS,
 ) -> None:
     """Save parameters in safetensors, in diffusers' layout (with config.json) or under the original names.
 
@@ -44,11 +73,7 @@ def save_params(
         folder: new, or empty.
         params: of a `MMDiT` or `DiT`, as nested dicts.
         config: of the model.
-        layout: "diffusers" or "original".
-        dtype: "float32", "bfloat16" or "float16", to which values are rounded.
-        sample_size: edge of the latent images a DiT is for, in latent pixels; FLUX.1 needs none.
-        max_file_bytes: tensors of a file; more of them are divided over several files with an index. This much is held
-            in host memory.
+        form: layout, dtype and sizes; float32 in diffusers' layout by default.
 
     Raises:
         WeightsError: for a folder that is not empty, parameters of another model, a model that diffusers cannot
@@ -56,27 +81,20 @@ def save_params(
         OSError: on the process that writes, if the system refuses.
     """
     folder = shared_target(folder)
-    if dtype not in _DTYPES:
-        raise WeightsError(f"dtype must be one of {', '.join(_DTYPES)}; got dtype={dtype!r}.")
-    if max_file_bytes < 1:
-        raise WeightsError(f"max_file_bytes must be at least 1; got max_file_bytes={max_file_bytes}.")
-    table = table_for(config, layout)
+    table, dtype = table_for(config, form.layout), _DTYPES[form.dtype]
     others = {}
-    if layout == "diffusers":
-        others[CONFIG_NAME] = config_json(config, sample_size=sample_size)
+    if form.layout == "diffusers":
+        others[CONFIG_NAME] = config_json(config, sample_size=form.sample_size)
     elif isinstance(config, DiTConfig):
-        check_sample_size(sample_size, config)
-        table = with_positions(table, config, sample_size // config.patch_size)
+        check_sample_size(form.sample_size, config)
+        table = with_positions(table, config, form.sample_size // config.patch_size)
     check_params(params, config)
     write_files(
         folder,
-        WEIGHTS_NAME if layout == "diffusers" else _ORIGINAL_NAMES[type(config)],
-        {
-            name: int(np.prod(shape)) * np.dtype(_DTYPES[dtype]).itemsize
-            for name, shape in table.shapes.items()
-        },
-        _fetcher(table, params, _DTYPES[dtype]),
-        max_file_bytes=max_file_bytes,
+        WEIGHTS_NAME if form.layout == "diffusers" else _ORIGINAL_NAMES[type(config)],
+        {name: int(np.prod(shape)) * np.dtype(dtype).itemsize for name, shape in table.shapes.items()},
+        _fetcher(table, params, dtype),
+        max_file_bytes=form.max_file_bytes,
         others=others,
     )
 

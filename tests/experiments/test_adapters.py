@@ -18,7 +18,7 @@ from experiments._sampling import PictureSampler, SampleRequest
 from experiments._workdir import load_run
 from jaxdit.models import MMDiTConfig, dit_config
 from jaxdit.training import make_sample_step
-from jaxdit.weights import Lora, abstract_params, load_lora, load_params, merge_lora, save_params
+from jaxdit.weights import Lora, SaveFormat, abstract_params, load_lora, load_params, merge_lora, save_params
 from tests.experiments._data_cases import save_image
 from tests.experiments._program_cases import (
     arrays,
@@ -323,7 +323,7 @@ sampler.guidance_scale = 2.0
 
 @pytest.mark.full
 def test_pictures_of_a_run_on_pixels_are_those_of_the_merged_model(tmp_path, monkeypatch):
-    save_params(tmp_path / "base", random_params(CLASSES, 0.05), CLASSES, layout="original")
+    save_params(tmp_path / "base", random_params(CLASSES, 0.05), CLASSES, SaveFormat(layout="original"))
     shutil.move(tmp_path / "base" / "dit.safetensors", tmp_path / "weights.safetensors")
     for i in range(6):
         save_image(tmp_path / "pictures" / ("cats", "dogs")[i % 2] / f"{i}.png", 24, 16)

@@ -7,6 +7,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxdit.models import DiTConfig, MMDiTConfig
 from jaxdit.weights import (
+    SaveFormat,
     abstract_params,
     save_params,
 )
@@ -62,7 +63,10 @@ def save_cases(root):
     """A folder of every case, below `root`, which is returned."""
     for name, layout in CASES:
         save_params(
-            root / f"{name}_{layout}", draw(CONFIGS[name]), CONFIGS[name], layout=layout, sample_size=8
+            root / f"{name}_{layout}",
+            draw(CONFIGS[name]),
+            CONFIGS[name],
+            SaveFormat(layout=layout, sample_size=8),
         )
     return root
 

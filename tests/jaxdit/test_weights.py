@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from jaxdit.models import FLUX_DEV, FLUX_SCHNELL, dit_config
 from jaxdit.training import param_shardings, shard_axes
 from jaxdit.weights import (
+    SaveFormat,
     load_params,
     save_params,
 )
@@ -96,10 +97,10 @@ def test_names_of_the_originals(saved):
 def test_exported_to_the_bit(saved, tmp_path, name, layout, dtype):
     """Read in a dtype and written in it again: the same bytes, also in the other dtypes of the parameters."""
     config = CONFIGS[name]
-    save_params(tmp_path / "a", draw(config), config, layout=layout, dtype=dtype, sample_size=8)
+    save_params(tmp_path / "a", draw(config), config, SaveFormat(layout=layout, dtype=dtype, sample_size=8))
     loaded = load_params(tmp_path / "a", config)
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded)} == {np.dtype("float32")}
-    save_params(tmp_path / "b", loaded, config, layout=layout, dtype=dtype, sample_size=8)
+    save_params(tmp_path / "b", loaded, config, SaveFormat(layout=layout, dtype=dtype, sample_size=8))
     names = {path.name for path in (tmp_path / "a").iterdir()}
     assert names == {path.name for path in (tmp_path / "b").iterdir()}
     for file in names:
@@ -113,7 +114,7 @@ def test_loaded_in_half_precision(saved):
 
 
 def test_several_files_with_an_index(saved, tmp_path):
-    save_params(tmp_path / "parts", draw(FLUX), FLUX, max_file_bytes=100_000)
+    save_params(tmp_path / "parts", draw(FLUX), FLUX, SaveFormat(max_file_bytes=100_000))
     files = sorted(path.name for path in (tmp_path / "parts").glob("*.safetensors"))
     assert len(files) > 3
     assert files[0] == f"diffusion_pytorch_model-00001-of-{len(files):05}.safetensors"

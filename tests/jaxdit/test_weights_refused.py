@@ -5,6 +5,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxdit.weights import (
+    SaveFormat,
     WeightsError,
     checkpoint_digest,
     load_params,
@@ -76,7 +77,7 @@ def test_truncated_files(saved, tmp_path, keep):
 
 def test_a_part_that_is_missing_or_disagrees_with_the_index(tmp_path):
     folder = tmp_path / "parts"
-    save_params(folder, draw(FLUX), FLUX, max_file_bytes=100_000)
+    save_params(folder, draw(FLUX), FLUX, SaveFormat(max_file_bytes=100_000))
     first, second = sorted(folder.glob("*.safetensors"))[:2]
     index = folder / "diffusion_pytorch_model.safetensors.index.json"
     text = index.read_text()

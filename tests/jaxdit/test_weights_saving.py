@@ -6,6 +6,7 @@ import pytest
 
 from jaxdit.models import dit_config
 from jaxdit.weights import (
+    SaveFormat,
     WeightsError,
     _write,
     load_params,
@@ -22,7 +23,7 @@ def saved(tmp_path_factory):
 def test_what_was_there_stays(tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "precious.txt").write_text("mine")
-    save_params(tmp_path / "out", draw(DIT), DIT, sample_size=8)
+    save_params(tmp_path / "out", draw(DIT), DIT, SaveFormat(sample_size=8))
     assert (tmp_path / "out.partial" / "precious.txt").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.partial"]
 
@@ -36,17 +37,17 @@ def test_two_exports_to_one_folder_do_not_mix(tmp_path, monkeypatch):
         write(tensors, file)
         if not again:
             again.append(True)
-            save_params(tmp_path / "out", draw(DIT), DIT, sample_size=8)
+            save_params(tmp_path / "out", draw(DIT), DIT, SaveFormat(sample_size=8))
 
     monkeypatch.setattr(_write, "_save", save)
     with pytest.raises(OSError, match="not empty"):
-        save_params(tmp_path / "out", draw(DIT), DIT, dtype="bfloat16", sample_size=8)
+        save_params(tmp_path / "out", draw(DIT), DIT, SaveFormat(dtype="bfloat16", sample_size=8))
     assert_equal(load_params(tmp_path / "out", DIT), draw(DIT))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_others_may_read_what_was_saved(tmp_path):
-    save_params(tmp_path / "out", draw(DIT), DIT, sample_size=8)
+    save_params(tmp_path / "out", draw(DIT), DIT, SaveFormat(sample_size=8))
     mask = os.umask(0)
     os.umask(mask)
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o777 & ~mask
@@ -66,15 +67,15 @@ def test_what_cannot_be_saved(saved, tmp_path):
         save_params(saved / "dit_diffusers", params, DIT)
     for name, value in (("dtype", "int8"), ("layout", "other"), ("max_file_bytes", 0)):
         with pytest.raises(WeightsError, match=f"{name} must be"):
-            save_params(tmp_path / "a", params, DIT, **{name: value})
+            save_params(tmp_path / "a", params, DIT, SaveFormat(**{name: value}))
     for layout in ("original", "diffusers"):
         with pytest.raises(WeightsError, match="sample_size must be a multiple of the patch, 2; got 7"):
-            save_params(tmp_path / "a", params, DIT, layout=layout, sample_size=7)
+            save_params(tmp_path / "a", params, DIT, SaveFormat(layout=layout, sample_size=7))
     with pytest.raises(WeightsError, match=r"has shape \(3, 256\), the model of the config \(12, 1536\)"):
-        save_params(tmp_path / "a", params, dit_config("DiT-S/2"), layout="original")
+        save_params(tmp_path / "a", params, dit_config("DiT-S/2"), SaveFormat(layout="original"))
     params["blocks"]["qkv"]["bias"][1, 2] = 1e6
     with pytest.raises(
         WeightsError, match=r"transformer_blocks.1.attn1.to_q.bias has values that float16 cannot"
     ):
-        save_params(tmp_path / "a", params, DIT, dtype="float16")
+        save_params(tmp_path / "a", params, DIT, SaveFormat(dtype="float16"))
     assert list(tmp_path.iterdir()) == []

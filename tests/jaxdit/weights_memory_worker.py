@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxdit.models import MMDiTConfig
 from jaxdit.training import param_shardings, shard_axes
-from jaxdit.weights import abstract_params, load_params, save_params
+from jaxdit.weights import SaveFormat, abstract_params, load_params, save_params
 from parallel import data_mesh
 
 CONFIG = MMDiTConfig(
@@ -36,7 +36,7 @@ def _save(folder: str) -> None:
     rng = np.random.default_rng(0)
     noise = rng.standard_normal(1 << 16).astype(np.float32)
     params = jax.tree.map(lambda leaf: np.resize(noise, leaf.shape), abstract_params(CONFIG))
-    save_params(folder, params, CONFIG, layout="original", max_file_bytes=700_000_000)
+    save_params(folder, params, CONFIG, SaveFormat(layout="original", max_file_bytes=700_000_000))
 
 
 def _load(folder: str, num_devices: int) -> None:

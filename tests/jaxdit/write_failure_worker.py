@@ -19,7 +19,7 @@ def main(port: str, process: str, folder: Path) -> None:
 
     from jaxdit.models import DiTConfig
     from jaxdit.training import param_shardings, shard_axes
-    from jaxdit.weights import WeightsError, abstract_params, save_params
+    from jaxdit.weights import SaveFormat, WeightsError, abstract_params, save_params
     from parallel import data_mesh
 
     config = DiTConfig(width=32, depth=3, num_heads=2, patch_size=2, num_classes=5, time_frequency_shift=1)
@@ -35,7 +35,7 @@ def main(port: str, process: str, folder: Path) -> None:
 
     def attempt(name: str) -> None:
         try:
-            save_params(folder / name, params, config, sample_size=8, max_file_bytes=20_000)
+            save_params(folder / name, params, config, SaveFormat(sample_size=8, max_file_bytes=20_000))
             outcome = "saved"
         except (WeightsError, OSError) as error:
             outcome = f"{type(error).__name__}: {error}"

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
-from jaxdit.weights import Lora, load_params, read_config, save_lora, save_params
+from jaxdit.weights import Lora, SaveFormat, load_params, read_config, save_lora, save_params
 from tests.parity.cases import CASES, Case
 from tests.parity.ours import (
     bounds_of,
@@ -47,7 +47,9 @@ def _compare(case: Case, folder: Path) -> dict[str, dict[str, float]]:
         recorded.mkdir(parents=True, exist_ok=True)
         save_file(reference, recorded / f"{case.name}.safetensors")
     config = read_config(folder / "theirs", compute_dtype="float32")
-    save_params(folder / "ours", load_params(folder / "theirs", config), config, max_file_bytes=1 << 20)
+    save_params(
+        folder / "ours", load_params(folder / "theirs", config), config, SaveFormat(max_file_bytes=1 << 20)
+    )
     check_export(case, folder / "ours")
     found = {
         "float32": errors(run_ours(case, folder / "ours"), reference),
