@@ -202,12 +202,17 @@ def test_exported_adapters_and_models(base, trained, tmp_path):
 
 
 @pytest.mark.full
-def test_a_run_that_starts_from_adapters(base, trained, tmp_path):
+def test_a_run_that_starts_from_adapters(base, trained, tmp_path, monkeypatch):
     assert run(export.main, "--workdir", trained, "--out", tmp_path / "adapters") == 0
+    read = []
+    monkeypatch.setattr(
+        "experiments._pretrained.load_lora", lambda *args: (read.append(1), load_lora(*args))[1]
+    )
     changes = bindings(
         lora__init_from=f"'{tmp_path / 'adapters'}'", train__steps=1, adamw__learning_rate=1e-30
     )
     assert run(train.main, "--config", base / "lora.gin", "--workdir", tmp_path / "run", *changes) == 0
+    assert len(read) == 1
     found = arrays(tmp_path / "run", 1)
     for name, value in arrays(trained, 3).items():
         if name.startswith("ema."):
