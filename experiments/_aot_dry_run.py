@@ -23,7 +23,7 @@ class DryRun:
 
     Attributes:
         target: GPUs and machines.
-        forward_only: the evaluation step instead of the training step.
+        forward_only: sampling instead of the training step.
     """
 
     target: Target
@@ -36,17 +36,17 @@ class DryRun:
         Raises:
             UserError: for settings that no run can have, or that are not for the target's machines.
         """
-        requested = Requested.load(config, list(bindings))
+        requested = Requested.load(config, list(bindings), forward_only=self.forward_only)
         settings = requested.settings
         check_machines(self.target.machines, settings.num_devices, settings.devices_per_machine)
         with checking():
             mesh = data_mesh(target_devices(self.target.gpu, self.target.machines), shards=settings.shards)
         run = AbstractRun(requested, mesh)
         _LOG.info("%s: tracing for %s %s", label, self.target.machines, self.target.gpu.title)
-        hand = hand_sum(run, forward_only=self.forward_only)
-        compiled = compile_program(run, forward_only=self.forward_only)
+        hand = hand_sum(run)
+        compiled = compile_program(run)
         self._runs[label] = (run, hand)
-        report = build_report(run, self.target, compiled, hand, forward_only=self.forward_only)
+        report = build_report(run, self.target, compiled, hand)
         return {**report, "label": label}
 
     def check_fits(self, report: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ class DryRun:
         if memory["fits"]:
             return
         run, hand = self._runs[report["label"]]
-        found = remedies(run, hand, memory["peak_bytes"], memory["gpu_bytes"], forward_only=self.forward_only)
+        found = remedies(run, hand, memory["peak_bytes"], memory["gpu_bytes"])
         raise UserError(
             does_not_fit_text(self.target.gpu.title, memory["peak_bytes"], memory["gpu_bytes"], found)
         )

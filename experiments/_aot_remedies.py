@@ -31,9 +31,7 @@ class Remedy:
         return f"{self.text}: {size_text(max(self.peak_bytes, 0))}, {'fits' if self.fits else 'does not fit'}"
 
 
-def remedies(
-    run: AbstractRun, hand: HandSum, peak_bytes: int, limit: int, *, forward_only: bool = False
-) -> list[Remedy]:
+def remedies(run: AbstractRun, hand: HandSum, peak_bytes: int, limit: int) -> list[Remedy]:
     """Three cheaper settings with the bytes that they would take.
 
     Predicted: the compiled peak plus the difference of the sums made by hand.
@@ -43,15 +41,14 @@ def remedies(
         hand: its sum.
         peak_bytes: its compiled peak.
         limit: memory of a device.
-        forward_only: whether it is the evaluation step.
     """
     settings = run.requested.settings
     full = dataclasses.replace(settings, remat="full")
     sharded = dataclasses.replace(full, shards=settings.num_devices)
     sums = {
-        "train.remat=full": hand if settings.remat == "full" else _sum_of(run, full, forward_only),
+        "train.remat=full": hand if settings.remat == "full" else _sum_of(run, full),
         f"train.shards={settings.num_devices} (with train.remat=full)": (
-            hand if settings == sharded else _sum_of(run, sharded, forward_only)
+            hand if settings == sharded else _sum_of(run, sharded)
         ),
         "half the tokens on a device (half the token budget, or twice the devices)": hand.with_tokens(0.5),
     }
@@ -62,11 +59,11 @@ def remedies(
     return found
 
 
-def _sum_of(run: AbstractRun, settings: RunSettings, forward_only: bool) -> HandSum:
+def _sum_of(run: AbstractRun, settings: RunSettings) -> HandSum:
     shape = (settings.num_devices // settings.shards, settings.shards)
     mesh = AbstractMesh(shape, DATA_AXES, axis_types=(AxisType.Auto, AxisType.Auto))
     requested: Requested = dataclasses.replace(run.requested, settings=settings)
-    return hand_sum(AbstractRun(requested, mesh), forward_only=forward_only)
+    return hand_sum(AbstractRun(requested, mesh))
 
 
 def does_not_fit_text(title: str, peak_bytes: int, limit: int, found: list[Remedy]) -> str:

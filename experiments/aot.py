@@ -1,7 +1,7 @@
 """Dry run without GPUs: `python -m experiments.aot --config flux_32xh100.gin --topology 4x8`.
 
-Compiles a config's training step for GPUs that are not here, and says what it holds, computes and sends. Prints the
-report on stdout; logs go to stderr.
+Compiles a config's training step, or its sampling, for GPUs that are not here, and says what it holds, computes and
+sends. Prints the report on stdout; logs go to stderr.
 """
 
 import argparse
@@ -31,7 +31,9 @@ def _parser() -> argparse.ArgumentParser:
         help="bindings of the second",
     )
     parser.add_argument(
-        "--forward-only", action="store_true", help="the evaluation step instead of the training step"
+        "--forward-only",
+        action="store_true",
+        help="sampling, of a batch of the data's sizes, instead of the training step",
     )
     parser.add_argument(
         "--remat-policies",

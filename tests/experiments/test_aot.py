@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 from types import SimpleNamespace
 
 import jax
@@ -25,6 +26,7 @@ from experiments._aot_report import (
 )
 from experiments._aot_text import compare_table, remat_table, report_markdown
 from experiments._program import UserError
+from jaxdit.training import STACKS
 from parallel import DATA_AXES
 from tests.experiments._program_cases import TINY, run
 from tests.experiments.test_hlo import DATA
@@ -118,18 +120,18 @@ def test_described_gpus(name):
     assert gpu.description.count("{") == gpu.description.count("}")
 
 
-def abstract_run(*bindings):
-    requested = Requested.load(TINY, list(bindings))
+def abstract_run(*bindings, forward_only=False):
+    requested = Requested.load(TINY, list(bindings), forward_only=forward_only)
     settings = requested.settings
     shape = (settings.num_devices // settings.shards, settings.shards)
     return AbstractRun(requested, AbstractMesh(shape, DATA_AXES, axis_types=(AxisType.Auto,) * 2))
 
 
 @functools.cache
-def by_hand(*bindings):
+def by_hand(*bindings, forward_only=False):
     """A run of the tiny config and its sum, which several tests look at."""
-    run = abstract_run(*bindings)
-    return run, hand_sum(run, forward_only=False)
+    run = abstract_run(*bindings, forward_only=forward_only)
+    return run, hand_sum(run)
 
 
 def test_memory_by_hand():
@@ -143,9 +145,11 @@ def test_memory_by_hand():
     rows = capacity.text + capacity.image
     inputs_of_layers = rows * model.width * np.dtype(model.dtype).itemsize * model.depth
     assert found.kept >= inputs_of_layers * capacity.image / rows
-    forward = hand_sum(run, forward_only=True)
-    assert forward.total < found.total
-    assert (forward.ema, forward.optimizer, forward.gradients, forward.kept) == (0, 0, 0, 0)
+    _, sampling = by_hand("train.remat=full", forward_only=True)
+    assert sampling.total < found.total
+    # The moving average is what is sampled with.
+    assert sampling.ema == found.parameters
+    assert (sampling.parameters, sampling.optimizer, sampling.gradients, sampling.kept) == (0, 0, 0, 0)
     assert found.with_tokens(0.5).kept == found.kept // 2
     assert found.with_tokens(0.5).parameters == found.parameters
 
@@ -161,8 +165,46 @@ def test_memory_by_hand_of_sharded_layers():
     ]
     # Of float32 layers: parameters on their way, gradients of two layers, and what is being scattered.
     assert found.whole_layers in [4 * 4 * count for count in elements]
-    forward = hand_sum(run, forward_only=True)
-    assert forward.whole_layers == 2 * 4 * max(elements)
+    run, sampling = by_hand(
+        "train.remat=full", "train.shards=2", "train.num_devices=2", "train.bags=g2n1", forward_only=True
+    )
+    # And what is outside of layers, of which a device has half.
+    outside = sampling.whole_layers - 2 * 4 * max(elements)
+    of_device = sum(
+        math.prod(x.sharding.shard_shape(x.shape))
+        for name, part in run.state.ema["backbone"].items()
+        if name not in STACKS
+        for x in jax.tree.leaves(part)
+    )
+    of_encoder = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(run.state.ema["text_encoder"])
+    )
+    assert 0 < outside <= 2 * 4 * (of_device + of_encoder)
+
+
+def test_sampling_is_the_program_that_makes_pictures():
+    guided = abstract_run("sampler.guidance_scale=2.0", "sampler.num_steps=3", forward_only=True)
+    conditional, unconditional = guided.requested.plans.tables
+    assert jax.tree.map(np.shape, conditional) == jax.tree.map(np.shape, unconditional)
+    plain = abstract_run("sampler.guidance_scale=1.0", "sampler.num_steps=3", forward_only=True)
+    loops = [str(run.traced().jaxpr).count("scan[") for run in (guided, plain)]
+    assert loops[0] > loops[1] > 0
+    assert guided.requested.plans.capacity == plain.requested.plans.capacity
+    assert hand_sum(guided).block > hand_sum(plain).block
+    # The unconditional branch visits fewer blocks, or as many.
+    assert 0 < guided.requested.plans.block_visits <= plain.requested.plans.block_visits
+    settings, plans = guided.requested.settings, guided.requested.plans
+    assert guided.inputs.rows.img.shape[:2] == (settings.num_devices, plans.capacity.home_image)
+
+
+def test_sampling_names_its_steps():
+    from experiments._aot_report import program_name
+
+    guided = abstract_run("sampler.guidance_scale=2.0", "sampler.num_steps=3", forward_only=True)
+    assert program_name(guided.requested) == "sampling, 3 steps, guidance 2"
+    plain = abstract_run("sampler.guidance_scale=1.0", "sampler.num_steps=3", forward_only=True)
+    assert program_name(plain.requested) == "sampling, 3 steps"
+    assert program_name(abstract_run().requested) == "training step"
 
 
 def test_policies_keep_more_or_less():
@@ -200,7 +242,8 @@ def test_what_does_not_fit_is_told():
 
 def test_a_plan_says_how_often_attention_turns():
     plans = abstract_run().requested.plans
-    blocks = np.asarray(plans.tables.key_blocks)
+    (tables,) = plans.tables
+    blocks = np.asarray(tables.key_blocks)
     assert 0 < plans.block_visits <= blocks.max()
     assert plans.tokens > 0
 
