@@ -155,7 +155,8 @@ def work_lines(report: Mapping[str, Any]) -> list[str]:
         f"Matrix products of a device in one {_turn(report)}: {flops},"
         f" {modelled['flops_at_peak_s'] * 1e3:.0f} ms at peak (modelled).",
         f"Modelled {_turn(report)} {modelled['step_s'] * 1e3:.0f} ms: compute"
-        f" {modelled['compute_s'] * 1e3:.0f} ms, waiting for collectives {modelled['waiting_s'] * 1e3:.0f} ms. {modelled['note']}",
+        f" {modelled['compute_s'] * 1e3:.0f} ms, waiting for collectives"
+        f" {modelled['waiting_s'] * 1e3:.0f} ms. {modelled['note']}",
     ]
     if loops := work["data_dependent_loops"]:
         lines.append(
