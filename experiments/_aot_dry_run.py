@@ -30,8 +30,8 @@ class DryRun:
     forward_only: bool = False
     _runs: dict[str, tuple[AbstractRun, HandSum]] = field(default_factory=dict)
 
-    def report(self, config: str, bindings: Sequence[str], label: str) -> dict[str, Any]:
-        """The report of a config with bindings.
+    def prepared(self, config: str, bindings: Sequence[str]) -> AbstractRun:
+        """The run of a config with bindings, checked, and not yet compiled.
 
         Raises:
             UserError: for settings that no run can have, or that are not for the target's machines.
@@ -41,7 +41,10 @@ class DryRun:
         check_machines(self.target.machines, settings.num_devices, settings.devices_per_machine)
         with checking():
             mesh = data_mesh(target_devices(self.target.gpu, self.target.machines), shards=settings.shards)
-        run = AbstractRun(requested, mesh)
+        return AbstractRun(requested, mesh)
+
+    def report(self, run: AbstractRun, label: str) -> dict[str, Any]:
+        """Compile a run's program and report of it."""
         _LOG.info("%s: tracing for %s %s", label, self.target.machines, self.target.gpu.title)
         hand = hand_sum(run)
         compiled = compile_program(run)

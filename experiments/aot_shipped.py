@@ -2,7 +2,6 @@
 
 Fails if FLUX.1's shape does not fit 32 H100, or a gather or reduce-scatter in its loops has nothing scheduled under it.
 folder.gin has no data until its user brings some: its model is compiled for pictures of 256 and 512 pixels, made up.
-flux_lora.gin is not among them: it starts from a checkpoint and encoded data that nobody can be expected to have.
 """
 
 import argparse
@@ -61,11 +60,14 @@ def main(argv: Sequence[str]) -> int:
     from experiments._aot_text import fits_line, nothing_under_line
     from experiments._disk import check_writable, write_text
 
-    check_writable(args.out.parent)
+    check_writable(args.out.parent, option="--out")
+    if args.figures is not None:
+        check_writable(args.figures, option="--figures")
     found: list[dict[str, Any]] = []
     for config, bindings, topology, forward_only in _PROGRAMS:
         label = " ".join([config, *bindings, "sampling" if forward_only else "training"])
-        report = DryRun(Target(gpu, parse_machines(topology)), forward_only).report(config, bindings, label)
+        dry_run = DryRun(Target(gpu, parse_machines(topology)), forward_only)
+        report = dry_run.report(dry_run.prepared(config, bindings), label)
         sys.stdout.write(f"{label}: {fits_line(report)} {nothing_under_line(report)}\n")
         sys.stdout.flush()
         if not found and args.figures is not None:

@@ -33,7 +33,8 @@ SMALL = [
 
 def dry_run(*changes, topology="2x2", gpu="h100", forward_only=False):
     target = Target(load_gpu(gpu), parse_machines(topology))
-    return DryRun(target, forward_only).report("flux_32xh100", [*SMALL, *changes], "small")
+    compiler = DryRun(target, forward_only)
+    return compiler.report(compiler.prepared("flux_32xh100", [*SMALL, *changes]), "small")
 
 
 @pytest.fixture(scope="module")

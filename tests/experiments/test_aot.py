@@ -94,11 +94,50 @@ def test_flags_that_this_jaxlib_does_not_know(capsys, monkeypatch):
     [
         (("--compare", "x.gin", "--remat-policies", "none"), "do not go together"),
         (("--compare-set", "train.seed=1"), "--compare, which is missing"),
+        (("--compare", "flux_32xh100"), "got flux_32xh100 twice"),
+        (("--remat-policies", ""), "each once, such as none,full; got ''"),
+        (("--remat-policies", "none,"), "got 'none,'"),
+        (("--remat-policies", "full,full"), "each once"),
+        (("--remat-policies", "full,none", "--forward-only"), "sampling keeps nothing"),
     ],
 )
 def test_options_that_do_not_go_together(args, text):
     with pytest.raises(UserError, match=text):
         aot._variants(aot._parser().parse_args([*FLUX, *args]))
+
+
+@pytest.fixture
+def nothing_compiles(monkeypatch):
+    from experiments import _aot_dry_run
+
+    def refuse(*args):
+        raise AssertionError("compiled before everything was checked")
+
+    monkeypatch.setattr("experiments._aot_compiler.check_cuda_compiler", lambda: None)
+    monkeypatch.setattr(_aot_dry_run, "target_devices", lambda gpu, machines: [])
+    monkeypatch.setattr(_aot_dry_run, "data_mesh", lambda devices, shards: None)
+    monkeypatch.setattr(_aot_dry_run, "compile_program", refuse)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("--compare", "missing.gin"), "config file 'missing.gin' not found"),
+        (("--compare", "flux_32xh100"), "num_devices=32 GPUs; got 1x4"),
+        (("--remat-policies", "full,wrong"), "wrong"),
+    ],
+)
+def test_a_second_program_is_checked_before_the_first_is_compiled(capsys, nothing_compiles, args, text):
+    assert text in error(capsys, "--config", TINY, "--topology", "1x4", *args)
+
+
+def test_a_folder_that_cannot_be_written_is_found_first(capsys, nothing_compiles, tmp_path):
+    (tmp_path / "file").touch()
+    line = error(capsys, "--config", "missing", "--topology", "1x8", "--out", str(tmp_path / "file"))
+    assert "cannot write" in line
+    assert "Choose another --out" in line
 
 
 def test_variants():
@@ -221,10 +260,14 @@ def test_remedies_are_evaluated():
     less = by_text["train.remat=full"]
     assert less.fits
     assert less.peak_bytes < hand.total
-    assert all(r.fits == (r.peak_bytes < hand.total) for r in by_text.values())
+    assert not any(r.fits for r in by_text.values() if r.peak_bytes >= hand.total)
     full, hand = by_hand("train.remat=full")
     first = remedies(full, hand, hand.total, hand.total - 1)[0]
     assert str(first) == "train.remat=full: set already"
+    sampling, hand = by_hand("train.remat=full", forward_only=True)
+    shards, tokens = remedies(sampling, hand, hand.total, hand.total - 1)
+    assert "train.shards" in shards.text
+    assert tokens.peak_bytes < hand.total
 
 
 def test_what_does_not_fit_is_told():
@@ -232,11 +275,16 @@ def test_what_does_not_fit_is_told():
         "H100",
         90_000_000_000,
         80_000_000_000,
-        [Remedy("a=1", 70 * 10**9, True), Remedy("b=2", 85 * 10**9, False)],
+        [
+            Remedy(*each, 80 * 10**9)
+            for each in (("a=1", 60 * 10**9), ("b=2", 85 * 10**9), ("c=3", 79 * 10**9))
+        ],
     )
     assert "too much" in text
     assert "a=1" in text.partition("b=2")[0]
     assert text.count("does not fit") == 1
+    # The arithmetic is not that exact.
+    assert "c=3: 79 GB, may fit" in text
     assert "\n" not in text
 
 
