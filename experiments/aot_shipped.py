@@ -2,6 +2,7 @@
 
 Fails if FLUX.1's shape does not fit 32 H100, or a gather or reduce-scatter in its loops has nothing scheduled under it.
 folder.gin has no data until its user brings some: its model is compiled for pictures of 256 and 512 pixels, made up.
+flux_lora.gin, whose model and data are its user's too, is left out for time.
 """
 
 import argparse
