@@ -23,30 +23,33 @@ class DryRun:
 
     Attributes:
         target: GPUs and machines.
-        forward_only: the evaluation step instead of the training step.
+        forward_only: sampling instead of the training step.
     """
 
     target: Target
     forward_only: bool = False
     _runs: dict[str, tuple[AbstractRun, HandSum]] = field(default_factory=dict)
 
-    def report(self, config: str, bindings: Sequence[str], label: str) -> dict[str, Any]:
-        """The report of a config with bindings.
+    def prepared(self, config: str, bindings: Sequence[str]) -> AbstractRun:
+        """The run of a config with bindings, checked, and not yet compiled.
 
         Raises:
             UserError: for settings that no run can have, or that are not for the target's machines.
         """
-        requested = Requested.load(config, list(bindings))
+        requested = Requested.load(config, list(bindings), forward_only=self.forward_only)
         settings = requested.settings
         check_machines(self.target.machines, settings.num_devices, settings.devices_per_machine)
         with checking():
             mesh = data_mesh(target_devices(self.target.gpu, self.target.machines), shards=settings.shards)
-        run = AbstractRun(requested, mesh)
+        return AbstractRun(requested, mesh)
+
+    def report(self, run: AbstractRun, label: str) -> dict[str, Any]:
+        """Compile a run's program and report of it."""
         _LOG.info("%s: tracing for %s %s", label, self.target.machines, self.target.gpu.title)
-        hand = hand_sum(run, forward_only=self.forward_only)
-        compiled = compile_program(run, forward_only=self.forward_only)
+        hand = hand_sum(run)
+        compiled = compile_program(run)
         self._runs[label] = (run, hand)
-        report = build_report(run, self.target, compiled, hand, forward_only=self.forward_only)
+        report = build_report(run, self.target, compiled, hand)
         return {**report, "label": label}
 
     def check_fits(self, report: dict[str, Any]) -> None:
@@ -59,7 +62,7 @@ class DryRun:
         if memory["fits"]:
             return
         run, hand = self._runs[report["label"]]
-        found = remedies(run, hand, memory["peak_bytes"], memory["gpu_bytes"], forward_only=self.forward_only)
+        found = remedies(run, hand, memory["peak_bytes"], memory["gpu_bytes"])
         raise UserError(
             does_not_fit_text(self.target.gpu.title, memory["peak_bytes"], memory["gpu_bytes"], found)
         )

@@ -14,8 +14,8 @@ def save_figures(report: Mapping[str, Any], folder: Path, stem: str) -> dict[str
     matplotlib.use("Agg")
     drawings = {
         "Memory of a device": _memory,
-        "Collectives of a step": _collectives,
-        "Traffic of a step": _traffic,
+        "Collectives": _collectives,
+        "Traffic": _traffic,
     }
     names = {}
     for i, (title, draw) in enumerate(drawings.items()):
@@ -81,7 +81,7 @@ def _collectives(report: Mapping[str, Any]) -> Any:
         for c in reversed(bars)
     ]
     axes.set_yticks(range(len(bars)), labels, fontsize=6)
-    axes.set_xlabel("ms a step, modelled: green with compute under it, red waited for")
+    axes.set_xlabel("ms in one run of the program, modelled: green with compute under it, red waited for")
     return figure
 
 
@@ -104,6 +104,6 @@ def _traffic(report: Mapping[str, Any]) -> Any:
             label="across machines" if i == 0 else None,
         )
     axes.set_yticks(range(len(kinds)), sorted(kinds), fontsize=7)
-    axes.set_xlabel("GB that a device sends in a step (exchanges of attention: at most)")
+    axes.set_xlabel("GB that a device sends in one run of the program (exchanges of attention: at most)")
     axes.legend(fontsize=7, ncol=2, loc="upper center", bbox_to_anchor=(0.5, -0.3))
     return figure

@@ -20,15 +20,20 @@ from jaxdit.training import STACKS, DeviceModel, input_specs, param_specs
 class HandSum:
     """Bytes on a device by hand: shapes and shardings, and what must exist at the same time in the backward pass.
 
+    A sampling program has no backward pass; it takes the moving average (and frozen parameters) alone.
+
     Attributes:
-        parameters, ema, optimizer, inputs: the program's arguments.
+        parameters, ema, optimizer: the program's arguments.
+        inputs: its data; sampled rows with them.
         gradients: float32, one array like the parameters.
         kept: what the forward pass keeps for the backward pass: inputs of layers, or what the policy says.
         whole_layers: of sharded layers besides those that are kept: parameters that are being gathered, whole gradients
-            of two layers, and the float32 form of those that are being scattered.
+            of two layers, and the float32 form of those that are being scattered. In sampling, two layers and what is
+            outside of layers, which is gathered before the first step.
         attention: rows of q, k, v in both layouts, their float32 gradients, output and its gradient.
         block: one block's activations and their gradients while it is differentiated; where attention and MLP run one
-            after the other, and not side by side, what the MLP takes beyond the rows of attention.
+            after the other, and not side by side, what the MLP takes beyond the rows of attention. In sampling also the
+            rows between noise and picture.
     """
 
     parameters: int
@@ -52,14 +57,14 @@ class HandSum:
         return dataclasses.replace(self, **{name: int(getattr(self, name) * factor) for name in scaled})
 
 
-def hand_sum(run: AbstractRun, *, forward_only: bool) -> HandSum:
-    """The sum for a run's training step, or for its evaluation step."""
+def hand_sum(run: AbstractRun) -> HandSum:
+    """The sum for a run's training step, or for its sampling program."""
     state = run.state
     capacity, model = run.requested.plans.capacity, run.requested.settings.model
     itemsize = np.dtype(model.dtype).itemsize
     rows = capacity.text + capacity.image
     head_rows = (2 * capacity.key_rows + capacity.query_rows) * (model.width // model.num_heads)
-    trains = not forward_only
+    trains = not run.requested.forward_only
     # Forward: sent, received, and both joined with what stays. Backward: float32 gradients besides.
     attention = head_rows * (2 * itemsize + trains * (2 * itemsize + 4))
     # q, k, v (3), the MLP's hidden rows before and after its nonlinearity (4 + 4), norms and residuals (2); and a
@@ -67,14 +72,21 @@ def hand_sum(run: AbstractRun, *, forward_only: bool) -> HandSum:
     block = rows * model.width * itemsize * (13 * (1 + trains))
     if not _has_parallel_blocks(state.params):
         block = max(block - attention, 0)
-    kept, whole_layers = 0, max(_whole_layers(run, 2 * itemsize))
+    inputs, kept = device_bytes(run.inputs), 0
     if trains:
         kept, whole_layers = _at_the_peak(run, kept_bytes(run))
+    else:
+        whole_layers = max(_whole_layers(run, 2 * itemsize)) + _unstacked(run)
+        rows_of_float32 = 4 * model.channels
+        # Image rows and their weights in the loss are not read; sampled rows come out in their place.
+        inputs -= device_bytes(run.inputs.rows.img_loss_weight)
+        # Rows at this step's time and at the next one's, and the velocity, or that of either branch of guidance.
+        block += capacity.image * rows_of_float32 * (3 + run.requested.is_guided)
     return HandSum(
-        parameters=device_bytes(state.all_params),
-        ema=trains * device_bytes(state.ema),
+        parameters=device_bytes(state.all_params if trains else state.frozen),
+        ema=device_bytes(state.ema),
         optimizer=trains * device_bytes(state.opt_state),
-        inputs=device_bytes(run.inputs),
+        inputs=inputs,
         gradients=trains * device_bytes(state.params),
         kept=kept,
         whole_layers=whole_layers,
@@ -99,6 +111,13 @@ def _whole_layers(run: AbstractRun, bytes_of_element: int) -> list[int]:
     sharded = run.requested.settings.shards > 1
     # Double blocks run before single ones, which is the order of their names.
     return [sharded * totals[name] * bytes_of_element for name in sorted(totals)]
+
+
+def _unstacked(run: AbstractRun) -> int:
+    """Bytes of the sharded parameters outside of layers when they are whole."""
+    leaves = jax.tree_util.tree_leaves_with_path(run.state.all_ema)
+    outside = [x for path, x in leaves if not any(getattr(key, "key", None) in STACKS for key in path)]
+    return sum(x.size * x.dtype.itemsize for x in outside if not x.sharding.is_fully_replicated)
 
 
 def _at_the_peak(run: AbstractRun, kept: int) -> tuple[int, int]:
@@ -155,8 +174,8 @@ class Shapes:
     """Dimensions by which a temporary is recognised.
 
     Attributes:
-        layers: lengths of the stacks of layers.
-        shards: (dims, dtype) of parameters on a device.
+        layers: lengths of the stacks of layers; none where nothing is kept of them.
+        shards: dims of parameters on a device; none where there are no gradients.
         wholes: dims of parameters of one layer, gathered, and of those outside of layers.
         attention_rows: rows of the attention layout.
     """
@@ -178,6 +197,8 @@ def shapes_of(run: AbstractRun) -> Shapes:
             layers.add(leaf.shape[0])
     capacity = run.requested.plans.capacity
     rows = frozenset({capacity.query_rows, capacity.key_rows})
+    if run.requested.forward_only:  # neither gradients nor anything kept
+        layers, shards = set(), set()
     return Shapes(frozenset(layers), frozenset(shards), frozenset(wholes), rows)
 
 

@@ -23,14 +23,16 @@ from experiments._workdir import checked_settings
 from experiments.data import StepReader
 from experiments.hlo import Buffer, parse_buffers
 from jaxdit.training import (
+    SampleInputs,
     StepInputs,
     TrainProgram,
     TrainState,
-    make_eval_step,
+    make_sample_step,
     make_train_step,
+    plan_without_text,
 )
 from parallel import DATA_AXES
-from solver import BalancePlan, StepCapacity, step_tables
+from solver import StepCapacity, StepLayout, step_tables
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,8 +44,9 @@ class Plans:
     """What the plans of the data say that the compiled program does not.
 
     Attributes:
-        capacity: sizes of the step's arrays, as a run finds them.
-        tables: one device's index tables of a micro-batch.
+        capacity: sizes of the program's arrays, as a run finds them.
+        tables: one device's index tables of a micro-batch; for sampling also those of the same without text, with
+            which a guided sampler runs the model a second time.
         block_visits: pairs of blocks that attention computes on the fullest device of that micro-batch, over its query
             blocks: the mean number of turns of attention's inner loop.
         sent_fraction: (token, head) rows that change device in an attention call, over the rows that there is room for.
@@ -52,7 +55,7 @@ class Plans:
     """
 
     capacity: StepCapacity
-    tables: Any
+    tables: tuple[Any, ...]
     block_visits: float
     sent_fraction: float
     across_fraction: float
@@ -67,6 +70,7 @@ class Requested:
         name: of the config.
         settings, data, planner: of its run.
         plans: sizes and figures of its data.
+        forward_only: whether its program is that of sampling, in the place of the training step.
     """
 
     name: str
@@ -74,51 +78,67 @@ class Requested:
     data: Data
     planner: Planner
     plans: Plans
+    forward_only: bool = False
 
     @classmethod
-    def load(cls, config: str, bindings: list[str]) -> "Requested":
+    def load(cls, config: str, bindings: list[str], *, forward_only: bool = False) -> "Requested":
         """The run of a config.
 
         Raises:
             UserError: for anything that would stop it before its first step.
         """
         name = load_config(config, bindings).stem
-        return cls.of_settings(name, checked_settings(bindings))
-
-    @classmethod
-    def of_settings(cls, name: str, settings: RunSettings) -> "Requested":
-        """The run of settings that are checked."""
+        settings = checked_settings(bindings)
         data = open_data(settings)
         planner = make_planner(settings, settings.num_devices, padded=False)
-        return cls(name, settings, data, planner, _plans(settings, data, planner))
+        plans = _plans(settings, data, planner, forward_only=forward_only)
+        return cls(name, settings, data, planner, plans, forward_only)
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether the program runs the model twice a step, with the condition and without."""
+        return self.forward_only and is_guided(self.settings)
 
     def program(self, mesh: AnyMesh) -> TrainProgram:
         """What the run's programs share, on a mesh."""
         return make_program(self.settings, mesh)
 
 
-def _plans(settings: RunSettings, data: Data, planner: Planner) -> Plans:
+def is_guided(settings: RunSettings) -> bool:
+    """Whether sampling is guided: by a second run of the model, without text or label."""
+    return settings.sampler.guidance_scale != 1
+
+
+def _plans(settings: RunSettings, data: Data, planner: Planner, *, forward_only: bool) -> Plans:
     count = min(settings.lookahead, settings.steps) * settings.micro_batches
     capacity = size_capacity(planner, (data.train.step(t) for t in range(count)))
     layout = planner.layout(data.train.step(0))
-    tables = step_tables(layout, capacity, list(range(settings.num_devices)))
-    blocks = np.asarray(tables.key_blocks, np.int64)
-    visits = (blocks[..., 1] - blocks[..., 0]).sum(-1)
-    plan: BalancePlan = layout.plan
+    layouts = [layout]
+    if forward_only:
+        layouts.append(StepLayout(plan_without_text(layout.plan), layout.block))
+        # One capacity for both plans, as a sampler has it.
+        capacity = capacity.grown(planner.needs(layouts[1]))
+    tables = [step_tables(each, capacity, list(range(settings.num_devices))) for each in layouts]
+    # Both branches of guidance run equally often.
+    run = len(layouts) if is_guided(settings) else 1
+    figures = np.mean([_figures(layouts[i], tables[i], capacity) for i in range(run)], 0)
     return Plans(
         capacity=capacity,
-        tables=jax.tree.map(lambda x: x[:1], tables),
-        block_visits=float(visits.max() / blocks.shape[-2]),
-        sent_fraction=float(plan.rows_sent.max() / capacity.key_route.send)
-        if capacity.key_route.send
-        else 0.0,
-        across_fraction=(
-            float(plan.rows_across_machines.max() / capacity.key_route.send)
-            if capacity.key_route.send
-            else 0.0
-        ),
-        tokens=int(plan.tokens.sum()),
+        tables=jax.tree.map(lambda x: x[:1], tuple(tables)),
+        block_visits=float(figures[0]),
+        sent_fraction=float(figures[1]),
+        across_fraction=float(figures[2]),
+        tokens=int(layout.plan.tokens.sum()),
     )
+
+
+def _figures(layout: StepLayout, tables: Any, capacity: StepCapacity) -> list[float]:
+    """Turns of attention's inner loop, and the parts of its exchanges' room that are sent and sent across machines."""
+    blocks = np.asarray(tables.key_blocks, np.int64)
+    visits = (blocks[..., 1] - blocks[..., 0]).sum(-1).max() / blocks.shape[-2]
+    room, plan = capacity.key_route.send, layout.plan
+    sent = [rows.max() / room if room else 0.0 for rows in (plan.rows_sent, plan.rows_across_machines)]
+    return [float(visits), *map(float, sent)]
 
 
 @dataclass(frozen=True)
@@ -139,34 +159,36 @@ class AbstractRun:
         return self.program.abstract_state()
 
     @cached_property
-    def inputs(self) -> StepInputs:
-        """The data of a step: the shapes of one device's, on all."""
+    def inputs(self) -> StepInputs | SampleInputs:
+        """The data of the program: the shapes of one device's, on all."""
         settings, plans = self.requested.settings, self.requested.plans
         num_devices, micro = settings.num_devices, settings.micro_batches
         reader = StepReader(self.requested.data.train, local_devices=[0], num_devices=num_devices)
+        rows = home_rows(reader.read(0), plans.capacity)
         by_device, replicated = (NamedSharding(self.mesh, spec) for spec in (P(DATA_AXES), P()))
+        batches = () if self.requested.forward_only else (micro,)
 
         def everywhere(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((num_devices, micro, *x.shape[1:]), x.dtype, sharding=by_device)
+            return jax.ShapeDtypeStruct((num_devices, *batches, *x.shape[1:]), x.dtype, sharding=by_device)
 
-        counts = (micro, plans.capacity.sequences)
-        return StepInputs(
-            rows=jax.tree.map(everywhere, home_rows(reader.read(0), plans.capacity)),
-            tables=jax.tree.map(everywhere, plans.tables),
-            num_image_tokens=jax.ShapeDtypeStruct(counts, np.int32, sharding=replicated),
-            plan_digest=jax.ShapeDtypeStruct((num_devices, micro), np.int32, sharding=by_device),
+        counts = jax.ShapeDtypeStruct((*batches, plans.capacity.sequences), np.int32, sharding=replicated)
+        rows, tables = jax.tree.map(everywhere, (rows, plans.tables))
+        if self.requested.forward_only:
+            return SampleInputs(rows, tables[0], tables[1], num_image_tokens=counts, noise_ids=counts)
+        digest = jax.ShapeDtypeStruct((num_devices, micro), np.int32, sharding=by_device)
+        return StepInputs(rows, tables[0], num_image_tokens=counts, plan_digest=digest)
+
+    def traced(self) -> Any:
+        """The program before it is lowered: the training step, or sampling with the moving average."""
+        key = _placed(
+            jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")), NamedSharding(self.mesh, P())
         )
-
-    def lowered(self, *, forward_only: bool) -> Any:
-        """The training step, or the evaluation step, before it is compiled."""
-        replicated = NamedSharding(self.mesh, P())
-        key = _placed(jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")), replicated)
         capacity = self.requested.plans.capacity
-        index = jax.ShapeDtypeStruct((), np.int32, sharding=replicated)
-        step: Any = (make_eval_step if forward_only else make_train_step)(self.program, capacity)
-        if forward_only:
-            return step.lower(self.state.all_params, self.inputs, index, key)
-        return step.lower(self.state, self.inputs, key)
+        if self.requested.forward_only:
+            sample: Any = make_sample_step(self.program, capacity, self.requested.settings.sampler)
+            return sample.trace(self.state.all_ema, self.inputs, key)
+        step: Any = make_train_step(self.program, capacity)
+        return step.trace(self.state, self.inputs, key)
 
 
 def _placed(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -208,10 +230,10 @@ class Compiled:
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
 
-def compile_program(run: AbstractRun, *, forward_only: bool) -> Compiled:
-    """Compile the training step, or the evaluation step, for the mesh."""
+def compile_program(run: AbstractRun) -> Compiled:
+    """Compile a run's program for its mesh."""
     started = time.perf_counter()
-    lowered = run.lowered(forward_only=forward_only)
+    lowered = run.traced().lower()
     lowered_at = time.perf_counter()
     _LOG.info("traced in %.0f s, compiling", lowered_at - started)
     with tempfile.TemporaryDirectory() as dump:

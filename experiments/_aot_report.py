@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments._aot_gpus import DEFAULT_POOL, Gpu, Machines
 from experiments._aot_memory import HandSum, shapes_of, temporaries_by_what
-from experiments._aot_program import AbstractRun, Compiled
+from experiments._aot_program import AbstractRun, Compiled, Requested
 from experiments.hlo import (
     Collective,
     Executions,
@@ -74,9 +74,7 @@ class Target:
     machines: Machines
 
 
-def build_report(
-    run: AbstractRun, target: Target, compiled: Compiled, hand: HandSum, *, forward_only: bool
-) -> dict[str, Any]:
+def build_report(run: AbstractRun, target: Target, compiled: Compiled, hand: HandSum) -> dict[str, Any]:
     """The report of a compiled program; keys are the schema of the JSON file."""
     plans, settings = run.requested.plans, run.requested.settings
     analysis = Analysis.of(
@@ -89,7 +87,7 @@ def build_report(
     return {
         "schema": SCHEMA,
         "config": run.requested.name,
-        "program": "evaluation step" if forward_only else "training step",
+        "program": program_name(run.requested),
         "gpu": target.gpu.title,
         "topology": str(target.machines),
         "settings": {
@@ -113,6 +111,15 @@ def build_report(
         "traffic": traffic_report(analysis.collectives),
         "modelled": modelled_report(analysis, target.gpu),
     }
+
+
+def program_name(requested: Requested) -> str:
+    """What is compiled."""
+    if not requested.forward_only:
+        return "training step"
+    sampler = requested.settings.sampler
+    guidance = f", guidance {sampler.guidance_scale:g}" if requested.is_guided else ""
+    return f"sampling, {sampler.num_steps} steps{guidance}"
 
 
 def _num_params(run: AbstractRun) -> int:
@@ -180,6 +187,7 @@ def collective_report(collective: Collective) -> dict[str, Any]:
         "phase": collective.phase,
         "computation": collective.computation,
         "count": collective.executions,
+        "innermost": collective.is_innermost,
         "bytes": collective.num_bytes,
         "arrays": collective.num_arrays,
         "devices": collective.group_size,
@@ -277,7 +285,7 @@ def parameter_overlap(report: Mapping[str, Any]) -> dict[str, Any]:
         members = [
             c
             for c in report["collectives"]
-            if c["kind"] == kind and c["count"] > 1 and c["bytes"] >= SMALL_BYTES
+            if c["kind"] == kind and c["innermost"] and c["bytes"] >= SMALL_BYTES
         ]
         found[kind] = {"in_loops": len(members), "overlapped": sum(c["overlapped"] for c in members)}
     return found

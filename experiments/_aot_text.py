@@ -8,7 +8,7 @@ _NAMES = {
     "parameters": "parameters",
     "ema": "moving average of parameters",
     "optimizer": "optimiser",
-    "inputs": "data of the step",
+    "inputs": "data",
     "gradients": "gradients",
     "kept": "kept for the backward pass",
     "whole_layers": "whole layers: parameters and gradients",
@@ -60,7 +60,11 @@ def memory_table(report: Mapping[str, Any]) -> str:
     """Memory by hand and as compiled."""
     memory = report["memory"]
     by_hand = memory["by_hand"]
-    rows = [[_NAMES.get(name, name), gigabytes(size)] for name, size in by_hand.items() if name != "total"]
+    rows = [
+        [_NAMES.get(name, name), gigabytes(size)]
+        for name, size in by_hand.items()
+        if size and name != "total"
+    ]
     rows.append(["sum", gigabytes(by_hand["total"])])
     rows.append(["compiled", gigabytes(memory["peak_bytes"])])
     return table(["by hand, a device", "GB"], rows)
@@ -114,7 +118,7 @@ def collectives_table(report: Mapping[str, Any], *, most: int = 40) -> str:
 
 
 def traffic_table(report: Mapping[str, Any]) -> str:
-    """Bytes a device sends in a step, by kind of collective."""
+    """Bytes a device sends in one run of the program, by kind of collective."""
     kinds = report["traffic"]["by_kind"]
     rows = [
         [
@@ -132,6 +136,11 @@ def traffic_table(report: Mapping[str, Any]) -> str:
     )
 
 
+def _turn(report: Mapping[str, Any]) -> str:
+    """What one run of the program is, for people."""
+    return "step" if report["program"] == "training step" else "batch of samples"
+
+
 def _percent(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "-"
 
@@ -143,10 +152,11 @@ def work_lines(report: Mapping[str, Any]) -> list[str]:
         f"{count / 1e12:.1f} TFLOP in {dtype}" for dtype, count in work["flops_by_dtype"].items()
     )
     lines = [
-        f"Matrix products of a device in a step: {flops}, {modelled['flops_at_peak_s'] * 1e3:.0f} ms at peak"
-        " (modelled).",
-        f"Modelled step {modelled['step_s'] * 1e3:.0f} ms: compute {modelled['compute_s'] * 1e3:.0f} ms, waiting for"
-        f" collectives {modelled['waiting_s'] * 1e3:.0f} ms. {modelled['note']}",
+        f"Matrix products of a device in one {_turn(report)}: {flops},"
+        f" {modelled['flops_at_peak_s'] * 1e3:.0f} ms at peak (modelled).",
+        f"Modelled {_turn(report)} {modelled['step_s'] * 1e3:.0f} ms: compute"
+        f" {modelled['compute_s'] * 1e3:.0f} ms, waiting for collectives"
+        f" {modelled['waiting_s'] * 1e3:.0f} ms. {modelled['note']}",
     ]
     if loops := work["data_dependent_loops"]:
         lines.append(
@@ -182,6 +192,8 @@ def report_markdown(report: Mapping[str, Any], figures: Mapping[str, str]) -> st
         f" {settings['bags']}; {settings['tokens']:,} tokens a micro-batch, {settings['rows_per_device']:,} rows a"
         " device."
     )
+    if report["program"] != "training step":
+        about += " The batch has the sizes of one of the training data's."
     parts = [
         f"# {report['config']}: {report['program']} on {report['topology']} {report['gpu']}",
         "Compiled without a GPU: an order of instructions and sizes of memory, scheduled and not measured.",
@@ -208,12 +220,12 @@ def compare_table(reports: Sequence[Mapping[str, Any]]) -> str:
         ["fits", *("yes" if r["memory"]["fits"] else "no" for r in reports)],
         ["sum by hand, GB", *(gigabytes(r["memory"]["by_hand"]["total"]) for r in reports)],
         ["kept for the backward pass, GB", *(gigabytes(r["memory"]["by_hand"]["kept"]) for r in reports)],
-        ["TFLOP a device and step", *(f"{r['work']['flops'] / 1e12:.3f}" for r in reports)],
+        [f"TFLOP a device and {_turn(reports[0])}", *(f"{r['work']['flops'] / 1e12:.3f}" for r in reports)],
         ["GB sent inside machines", *(gigabytes(r["traffic"]["inside_bytes"]) for r in reports)],
         ["GB sent across machines, at most", *(gigabytes(r["traffic"]["across_bytes"]) for r in reports)],
         ["by the first plan", *(gigabytes(r["traffic"]["planned_across_bytes"]) for r in reports)],
         ["collectives with nothing under", *(str(len(r["traffic"]["nothing_under"])) for r in reports)],
-        ["step, ms (modelled)", *(f"{r['modelled']['step_s'] * 1e3:.1f}" for r in reports)],
+        [f"{_turn(reports[0])}, ms (modelled)", *(f"{r['modelled']['step_s'] * 1e3:.1f}" for r in reports)],
         ["of it waiting, ms (modelled)", *(f"{r['modelled']['waiting_s'] * 1e3:.1f}" for r in reports)],
     ]
     return table(["", *(r["label"] for r in reports)], rows)

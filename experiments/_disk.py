@@ -13,10 +13,14 @@ from experiments._config import UserError
 logger = logging.getLogger(__name__)
 
 
-def check_writable(folder: Path) -> None:
+def check_writable(folder: Path, *, option: str = "--workdir") -> None:
     """Makes `folder` if need be and writes and removes a file in it.
 
     Permission bits do not tell: a read-only mount, a full quota or a file in the way show only on trying.
+
+    Args:
+      folder: the folder.
+      option: what named it, for the message.
 
     Raises:
       UserError: with the system's reason.
@@ -28,7 +32,7 @@ def check_writable(folder: Path) -> None:
         os.unlink(name)
     except OSError as error:
         raise UserError(
-            f"cannot write to {folder}: {error.strerror}. Choose another --workdir or change its permissions."
+            f"cannot write to {folder}: {error.strerror}. Choose another {option} or change its permissions."
         ) from error
 
 
@@ -49,14 +53,14 @@ def writing(path: Path, way_out: str) -> Iterator[None]:
         raise UserError(f"cannot write {path}: {error.strerror or error}. {way_out}") from error
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a text file that nobody reads half of.
+def write_text(path: Path, text: str, *, option: str = "--workdir") -> None:
+    """Writes a text file that nobody reads half of; `option` named its folder, for the message.
 
     Raises:
       UserError: with the system's reason.
     """
     part = path.with_name(f".part-{path.name}")
-    with writing(path, "Make room or choose another --workdir."):
+    with writing(path, f"Make room or choose another {option}."):
         path.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(text, encoding="utf-8")
         os.replace(part, path)

@@ -1,7 +1,7 @@
 """Dry run without GPUs: `python -m experiments.aot --config flux_32xh100.gin --topology 4x8`.
 
-Compiles a config's training step for GPUs that are not here, and says what it holds, computes and sends. Prints the
-report on stdout; logs go to stderr.
+Compiles a config's training step, or its sampling, for GPUs that are not here, and says what it holds, computes and
+sends. Prints the report on stdout; logs go to stderr.
 """
 
 import argparse
@@ -31,7 +31,9 @@ def _parser() -> argparse.ArgumentParser:
         help="bindings of the second",
     )
     parser.add_argument(
-        "--forward-only", action="store_true", help="the evaluation step instead of the training step"
+        "--forward-only",
+        action="store_true",
+        help="sampling, of a batch of the data's sizes, instead of the training step",
     )
     parser.add_argument(
         "--remat-policies",
@@ -42,28 +44,33 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check everything, compile, report. Returns the exit code: 2 if a program does not fit."""
+    """Check everything, compile, report. Returns the exit code: 2 if the first program does not fit."""
     args = _parser().parse_args(argv)
     log_to_stderr()
     # Before JAX is imported: it ends the process at a flag it does not know.
     from experiments._aot_compiler import check_cuda_compiler, check_xla_flags
     from experiments._aot_gpus import load_gpu, parse_machines
 
-    gpu, machines = load_gpu(args.gpu), parse_machines(args.topology)
+    gpu, machines, variants = load_gpu(args.gpu), parse_machines(args.topology), _variants(args)
     check_xla_flags()
     check_cuda_compiler()
     os.environ["JAX_PLATFORMS"] = "cpu"
+    if args.out is not None:
+        from experiments._disk import check_writable
+
+        check_writable(args.out, option="--out")
     from experiments._aot_dry_run import DryRun
     from experiments._aot_report import Target
     from experiments._aot_text import compare_table, remat_table, report_markdown
 
     dry_run = DryRun(Target(gpu, machines), args.forward_only)
-    variants = _variants(args)
-    reports = [dry_run.report(config, bindings, label) for config, bindings, label in variants]
+    # All that can be wrong, before the first of them takes its minute to compile.
+    runs = {label: dry_run.prepared(config, bindings) for config, bindings, label in variants}
+    reports = [dry_run.report(run, label) for label, run in runs.items()]
     pages = []
     for i, report in enumerate(reports):
         pages.append(report_markdown(report, _saved(report, args.out, "report" if i == 0 else f"report_{i}")))
-    if args.remat_policies:
+    if args.remat_policies is not None:
         pages = [*pages[:1], remat_table(reports) + "\n"]
     elif len(reports) > 1:
         pages.append(compare_table(reports) + "\n")
@@ -77,17 +84,33 @@ def main(argv: Sequence[str]) -> int:
 
 def _variants(args: argparse.Namespace) -> list[tuple[str, list[str], str]]:
     """(config, bindings, label) of everything to compile."""
-    if args.compare and args.remat_policies:
+    if args.compare is not None and args.remat_policies is not None:
         raise UserError("--compare and --remat-policies do not go together; got both. Leave one out.")
-    if args.compare_set and not args.compare:
+    if args.compare_set and args.compare is None:
         raise UserError("--compare-set changes the config of --compare, which is missing.")
-    if args.remat_policies:
-        policies = [name.strip() for name in args.remat_policies.split(",")]
+    if args.remat_policies is not None:
+        policies = _policies(args)
         return [(args.config, [*args.bindings, f"train.remat='{name}'"], name) for name in policies]
     first = (args.config, args.bindings, _label(args.config, args.bindings))
-    if not args.compare:
+    if args.compare is None:
         return [first]
-    return [first, (args.compare, args.compare_set, _label(args.compare, args.compare_set))]
+    second = (args.compare, args.compare_set, _label(args.compare, args.compare_set))
+    if second[2] == first[2]:
+        raise UserError(f"--compare needs another config, or --compare-set; got {first[2]} twice.")
+    return [first, second]
+
+
+def _policies(args: argparse.Namespace) -> list[str]:
+    if args.forward_only:
+        raise UserError(
+            "--remat-policies is about what training keeps; sampling keeps nothing. Leave one out."
+        )
+    names = [name.strip() for name in args.remat_policies.split(",")]
+    if not all(names) or len(set(names)) < len(names):
+        raise UserError(
+            f"--remat-policies names policies, each once, such as none,full; got {args.remat_policies!r}."
+        )
+    return names
 
 
 def _label(config: str, bindings: Sequence[str]) -> str:
@@ -105,10 +128,9 @@ def _saved(report: dict[str, Any], folder: Path | None, stem: str) -> dict[str, 
 
 
 def _write(folder: Path, name: str, text: str) -> None:
-    from experiments._disk import check_writable, write_text
+    from experiments._disk import write_text
 
-    check_writable(folder)
-    write_text(folder / name, text)
+    write_text(folder / name, text, option="--out")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from experiments.hlo._cost import FREE, NO_WORK, Work, WorkCounter, add_work
-from experiments.hlo._counts import Executions
+from experiments.hlo._counts import Executions, called_computations
 from experiments.hlo._groups import (
     Traffic,
     all_to_all_traffic,
@@ -39,6 +39,8 @@ class Collective:
         op_name: where in the traced program it comes from.
         phase: "forward" or "backward" if what is around it says so, else empty.
         executions: runs of it in one run of the program.
+        is_innermost: whether it stands in a loop that runs no other loop with collectives: in a loop over layers, and
+            not before or after one in a loop over micro-batches or over steps of a sampler.
         num_bytes: payload of one run on a device: the whole array, gathered or before it is scattered, or the operand.
         num_arrays: arrays that travel together.
         group_size: devices that take part together.
@@ -56,6 +58,7 @@ class Collective:
     op_name: str
     phase: str
     executions: float
+    is_innermost: bool
     num_bytes: int
     num_arrays: int
     group_size: int
@@ -101,6 +104,7 @@ def find_collectives(
         name for _, _, i in module.walk() if i.opcode == "async-start" for name in i.called.get("calls", ())
     }
     found = []
+    innermost = _innermost_loops(module)
     for computation, index, instruction in module.walk():
         count = executions.of.get(computation.name, 0.0)
         if not count or computation.name in inside_async:
@@ -108,7 +112,7 @@ def find_collectives(
         inner = _collective_of(module, instruction)
         if inner is not None:
             span = _span(computation, index, instruction)
-            place = _Place(computation, instruction, span, count)
+            place = _Place(computation, instruction, span, count, computation.name in innermost)
             collective = _describe(module, inner, place, counter, per_machine)
             if collective.is_upper_bound and ragged_shares is not None:
                 parts = (collective.num_bytes * share for share in ragged_shares)
@@ -123,6 +127,27 @@ class _Place:
     instruction: Instruction
     span: list[Instruction] | None
     executions: float
+    is_innermost: bool
+
+
+def _innermost_loops(module: Module) -> set[str]:
+    """Computations that a loop runs and that hold collectives, but run no loop that holds some."""
+    holding = {computation.name for computation, _, i in module.walk() if kind_of(i)}
+    bodies = [name for _, _, i in module.walk() if i.opcode == "while" for name in i.called["body"]]
+    below = {name: _reached(module, name) for name in bodies}
+    with_collectives = {name for name in bodies if below[name] & holding}
+    inner = [below[name] for name in with_collectives if not below[name] & with_collectives - {name}]
+    return set().union(*inner)
+
+
+def _reached(module: Module, name: str) -> set[str]:
+    """A computation and all that it runs."""
+    found, todo = {name}, [name]
+    while todo:
+        called = {c for i in module.computations[todo.pop()].instructions for c in called_computations(i)}
+        todo += called - found
+        found |= called
+    return found
 
 
 def _collective_of(module: Module, instruction: Instruction) -> Instruction | None:
@@ -185,6 +210,7 @@ def _describe(
         op_name=place.instruction.op_name or inner.op_name,
         phase=_phase(place.instruction.op_name or inner.op_name, place.computation, module),
         executions=place.executions,
+        is_innermost=place.is_innermost,
         num_bytes=num_bytes,
         num_arrays=1 if kind == "ragged-all-to-all" else len(inner.operands),
         group_size=group_size,

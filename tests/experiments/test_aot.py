@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 from types import SimpleNamespace
 
 import jax
@@ -25,6 +26,7 @@ from experiments._aot_report import (
 )
 from experiments._aot_text import compare_table, remat_table, report_markdown
 from experiments._program import UserError
+from jaxdit.training import STACKS
 from parallel import DATA_AXES
 from tests.experiments._program_cases import TINY, run
 from tests.experiments.test_hlo import DATA
@@ -92,11 +94,50 @@ def test_flags_that_this_jaxlib_does_not_know(capsys, monkeypatch):
     [
         (("--compare", "x.gin", "--remat-policies", "none"), "do not go together"),
         (("--compare-set", "train.seed=1"), "--compare, which is missing"),
+        (("--compare", "flux_32xh100"), "got flux_32xh100 twice"),
+        (("--remat-policies", ""), "each once, such as none,full; got ''"),
+        (("--remat-policies", "none,"), "got 'none,'"),
+        (("--remat-policies", "full,full"), "each once"),
+        (("--remat-policies", "full,none", "--forward-only"), "sampling keeps nothing"),
     ],
 )
 def test_options_that_do_not_go_together(args, text):
     with pytest.raises(UserError, match=text):
         aot._variants(aot._parser().parse_args([*FLUX, *args]))
+
+
+@pytest.fixture
+def nothing_compiles(monkeypatch):
+    from experiments import _aot_dry_run
+
+    def refuse(*args):
+        raise AssertionError("compiled before everything was checked")
+
+    monkeypatch.setattr("experiments._aot_compiler.check_cuda_compiler", lambda: None)
+    monkeypatch.setattr(_aot_dry_run, "target_devices", lambda gpu, machines: [])
+    monkeypatch.setattr(_aot_dry_run, "data_mesh", lambda devices, shards: None)
+    monkeypatch.setattr(_aot_dry_run, "compile_program", refuse)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("--compare", "missing.gin"), "config file 'missing.gin' not found"),
+        (("--compare", "flux_32xh100"), "num_devices=32 GPUs; got 1x4"),
+        (("--remat-policies", "full,wrong"), "wrong"),
+    ],
+)
+def test_a_second_program_is_checked_before_the_first_is_compiled(capsys, nothing_compiles, args, text):
+    assert text in error(capsys, "--config", TINY, "--topology", "1x4", *args)
+
+
+def test_a_folder_that_cannot_be_written_is_found_first(capsys, nothing_compiles, tmp_path):
+    (tmp_path / "file").touch()
+    line = error(capsys, "--config", "missing", "--topology", "1x8", "--out", str(tmp_path / "file"))
+    assert "cannot write" in line
+    assert "Choose another --out" in line
 
 
 def test_variants():
@@ -118,18 +159,18 @@ def test_described_gpus(name):
     assert gpu.description.count("{") == gpu.description.count("}")
 
 
-def abstract_run(*bindings):
-    requested = Requested.load(TINY, list(bindings))
+def abstract_run(*bindings, forward_only=False):
+    requested = Requested.load(TINY, list(bindings), forward_only=forward_only)
     settings = requested.settings
     shape = (settings.num_devices // settings.shards, settings.shards)
     return AbstractRun(requested, AbstractMesh(shape, DATA_AXES, axis_types=(AxisType.Auto,) * 2))
 
 
 @functools.cache
-def by_hand(*bindings):
+def by_hand(*bindings, forward_only=False):
     """A run of the tiny config and its sum, which several tests look at."""
-    run = abstract_run(*bindings)
-    return run, hand_sum(run, forward_only=False)
+    run = abstract_run(*bindings, forward_only=forward_only)
+    return run, hand_sum(run)
 
 
 def test_memory_by_hand():
@@ -143,9 +184,11 @@ def test_memory_by_hand():
     rows = capacity.text + capacity.image
     inputs_of_layers = rows * model.width * np.dtype(model.dtype).itemsize * model.depth
     assert found.kept >= inputs_of_layers * capacity.image / rows
-    forward = hand_sum(run, forward_only=True)
-    assert forward.total < found.total
-    assert (forward.ema, forward.optimizer, forward.gradients, forward.kept) == (0, 0, 0, 0)
+    _, sampling = by_hand("train.remat=full", forward_only=True)
+    assert sampling.total < found.total
+    # The moving average is what is sampled with.
+    assert sampling.ema == found.parameters
+    assert (sampling.parameters, sampling.optimizer, sampling.gradients, sampling.kept) == (0, 0, 0, 0)
     assert found.with_tokens(0.5).kept == found.kept // 2
     assert found.with_tokens(0.5).parameters == found.parameters
 
@@ -161,8 +204,46 @@ def test_memory_by_hand_of_sharded_layers():
     ]
     # Of float32 layers: parameters on their way, gradients of two layers, and what is being scattered.
     assert found.whole_layers in [4 * 4 * count for count in elements]
-    forward = hand_sum(run, forward_only=True)
-    assert forward.whole_layers == 2 * 4 * max(elements)
+    run, sampling = by_hand(
+        "train.remat=full", "train.shards=2", "train.num_devices=2", "train.bags=g2n1", forward_only=True
+    )
+    # And what is outside of layers, of which a device has half.
+    outside = sampling.whole_layers - 2 * 4 * max(elements)
+    of_device = sum(
+        math.prod(x.sharding.shard_shape(x.shape))
+        for name, part in run.state.ema["backbone"].items()
+        if name not in STACKS
+        for x in jax.tree.leaves(part)
+    )
+    of_encoder = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(run.state.ema["text_encoder"])
+    )
+    assert 0 < outside <= 2 * 4 * (of_device + of_encoder)
+
+
+def test_sampling_is_the_program_that_makes_pictures():
+    guided = abstract_run("sampler.guidance_scale=2.0", "sampler.num_steps=3", forward_only=True)
+    conditional, unconditional = guided.requested.plans.tables
+    assert jax.tree.map(np.shape, conditional) == jax.tree.map(np.shape, unconditional)
+    plain = abstract_run("sampler.guidance_scale=1.0", "sampler.num_steps=3", forward_only=True)
+    loops = [str(run.traced().jaxpr).count("scan[") for run in (guided, plain)]
+    assert loops[0] > loops[1] > 0
+    assert guided.requested.plans.capacity == plain.requested.plans.capacity
+    assert hand_sum(guided).block > hand_sum(plain).block
+    # The unconditional branch visits fewer blocks, or as many.
+    assert 0 < guided.requested.plans.block_visits <= plain.requested.plans.block_visits
+    settings, plans = guided.requested.settings, guided.requested.plans
+    assert guided.inputs.rows.img.shape[:2] == (settings.num_devices, plans.capacity.home_image)
+
+
+def test_sampling_names_its_steps():
+    from experiments._aot_report import program_name
+
+    guided = abstract_run("sampler.guidance_scale=2.0", "sampler.num_steps=3", forward_only=True)
+    assert program_name(guided.requested) == "sampling, 3 steps, guidance 2"
+    plain = abstract_run("sampler.guidance_scale=1.0", "sampler.num_steps=3", forward_only=True)
+    assert program_name(plain.requested) == "sampling, 3 steps"
+    assert program_name(abstract_run().requested) == "training step"
 
 
 def test_policies_keep_more_or_less():
@@ -179,10 +260,14 @@ def test_remedies_are_evaluated():
     less = by_text["train.remat=full"]
     assert less.fits
     assert less.peak_bytes < hand.total
-    assert all(r.fits == (r.peak_bytes < hand.total) for r in by_text.values())
+    assert not any(r.fits for r in by_text.values() if r.peak_bytes >= hand.total)
     full, hand = by_hand("train.remat=full")
     first = remedies(full, hand, hand.total, hand.total - 1)[0]
     assert str(first) == "train.remat=full: set already"
+    sampling, hand = by_hand("train.remat=full", forward_only=True)
+    shards, tokens = remedies(sampling, hand, hand.total, hand.total - 1)
+    assert "train.shards" in shards.text
+    assert tokens.peak_bytes < hand.total
 
 
 def test_what_does_not_fit_is_told():
@@ -190,17 +275,23 @@ def test_what_does_not_fit_is_told():
         "H100",
         90_000_000_000,
         80_000_000_000,
-        [Remedy("a=1", 70 * 10**9, True), Remedy("b=2", 85 * 10**9, False)],
+        [
+            Remedy(*each, 80 * 10**9)
+            for each in (("a=1", 60 * 10**9), ("b=2", 85 * 10**9), ("c=3", 79 * 10**9))
+        ],
     )
     assert "too much" in text
     assert "a=1" in text.partition("b=2")[0]
     assert text.count("does not fit") == 1
+    # The arithmetic is not that exact.
+    assert "c=3: 79 GB, may fit" in text
     assert "\n" not in text
 
 
 def test_a_plan_says_how_often_attention_turns():
     plans = abstract_run().requested.plans
-    blocks = np.asarray(plans.tables.key_blocks)
+    (tables,) = plans.tables
+    blocks = np.asarray(tables.key_blocks)
     assert 0 < plans.block_visits <= blocks.max()
     assert plans.tokens > 0
 
