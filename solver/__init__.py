@@ -17,6 +17,8 @@ from solver._plan import BalancePlan as BalancePlan
 from solver._plan import BalanceProblem as BalanceProblem
 from solver._plan_check import validate_plan as validate_plan
 from solver._plan_measure import plan_from_slices as plan_from_slices
+from solver._step_time import Links as Links
+from solver._step_time import StepSeconds as StepSeconds
 from solver._tables import ExchangeTables as ExchangeTables
 from solver._tables import StepTables as StepTables
 from solver._tables import step_tables as step_tables
@@ -29,9 +31,11 @@ __all__ = [
     "BalanceProblem",
     "CostModel",
     "ExchangeTables",
+    "Links",
     "RouteCapacity",
     "StepCapacity",
     "StepLayout",
+    "StepSeconds",
     "StepTables",
     "Topology",
     "balance",

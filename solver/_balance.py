@@ -1,5 +1,7 @@
 """Balance the sequences of a step over devices."""
 
+from functools import partial
+
 import numpy as np
 from jaxtyping import Int
 from numpy.typing import ArrayLike
@@ -11,9 +13,11 @@ from solver._balance_slices import cut_heads, cut_tokens, make_parts
 from solver._cost import CostModel
 from solver._plan import BalancePlan, BalanceProblem
 from solver._plan_measure import plan_from_slices
+from solver._step_time import Links
 from solver._topology import Topology
 
 _FLUX_ON_H100 = CostModel(width=3072, gamma=0.4)
+_H100_LINKS = Links()
 _INT32_MAX = np.iinfo(np.int32).max
 
 
@@ -27,13 +31,21 @@ def balance(
     num_heads: int = 24,
     text_lengths: ArrayLike | None = None,
     topology: Topology | None = None,
+    links: Links = _H100_LINKS,
+    max_rows: float | None = None,
 ) -> BalancePlan:
     """Decide where every token and every (token, head) of a step goes; global, on the host.
 
     With bags, a sequence goes to one bag and is cut evenly over its devices: contiguous parts of its text and
     of its image tokens, and of its heads. Sequences are assigned to bags to minimise the cost of a
     static-shape step (most text tokens, most image tokens and most attention of any device), with no bag
-    above the largest load of the published greedy. Stateless, and the same bits on every host: sums are taken
+    above the largest load of the published greedy.
+
+    With `bags="auto"` nothing is prescribed: tokens (text and image apart, if there is text) and attention are each
+    spread evenly over all devices, and (sequence, head) items are placed freely, so that as few rows as can be cross
+    machines and devices. Where no balancing or equal bags would take less modelled time, the plan is theirs.
+
+    Stateless, and the same bits on every host: sums are taken
     in a fixed order, ties go by index.
 
     Args:
@@ -45,6 +57,9 @@ def balance(
         num_heads: attention heads.
         text_lengths: how many tokens of each sequence are text; none when not given.
         topology: machines of the devices; one machine when not given.
+        links: speeds that "auto" compares plans by.
+        max_rows: with "auto", most rows a device may hold in the attention layout, over the mean of the devices; any
+            number when not given.
 
     Returns:
         Layouts as run-length slices, and what they cost each device.
@@ -52,8 +67,8 @@ def balance(
     Raises:
         TypeError: bags of another type; num_devices or num_heads that is no integer.
         ValueError: lengths, homes or text lengths that are not integers, of different shapes or out of range;
-            num_devices or num_heads below 1; a topology of another number of devices; a bad bag spec.
-        NotImplementedError: `bags="auto"`.
+            num_devices or num_heads below 1; a topology of another number of devices; a bad bag spec; max_rows that no
+            plan keeps within, or given with bags.
 
     Reference: KnapFormer, arXiv 2508.06001, sections 3.1-3.2. We also search beyond its greedy assignment,
     and deal heads that a bag's size does not divide.
@@ -73,6 +88,22 @@ def balance(
             "Check the lengths: attention would never end."
         )
     problem = BalanceProblem(length_array, text_array, home_array, num_heads, topology, cost)
+    if not (isinstance(bags, str) and bags == "auto"):
+        if max_rows is not None:
+            raise ValueError(
+                f"balance: max_rows goes with bags='auto'; got max_rows={max_rows} and bags={bags!r}. Bags hold about"
+                " the mean on every device."
+            )
+        return _plan_with_bags(problem, bags)
+    if max_rows is not None and not max_rows >= 1:
+        raise ValueError(f"balance: max_rows >= 1, the mean; got max_rows={max_rows}. 1.5 suits most mixes.")
+    from solver._auto import auto_plan  # loads Numba where there is one, half a second
+
+    return auto_plan(problem, links, max_rows, partial(_plan_with_bags, problem))
+
+
+def _plan_with_bags(problem: BalanceProblem, bags: str | BagSpec | None) -> BalancePlan:
+    num_devices = problem.topology.num_devices
     spec = BagSpec(((1, num_devices),)) if bags is None else _check_bags(bags)
     layout = spec.layout(num_devices)
     work = work_of(problem)
@@ -81,7 +112,7 @@ def balance(
     if bags is not None:
         bag_of_sequence = assign_to_bags(problem, layout, work, targets=[bound.parts for bound in bounds])
     parts = make_parts(bag_of_sequence, layout)
-    unit_s = FLOP_UNIT * cost.seconds_per_flop
+    unit_s = FLOP_UNIT * problem.cost.seconds_per_flop
     return plan_from_slices(
         problem,
         cut_tokens(problem, bag_of_sequence, layout, parts),
@@ -93,11 +124,6 @@ def balance(
 def _check_bags(bags: str | BagSpec) -> BagSpec:
     if isinstance(bags, BagSpec):
         return bags
-    if bags == "auto":
-        raise NotImplementedError(
-            "balance: bags is a bag spec or None; got bags='auto', which is not available. "
-            "Give a spec such as 'g8n4', as many devices a bag as the longest sequence needs."
-        )
     if not isinstance(bags, str):
         raise TypeError(
             f"balance: bags is a string, a BagSpec or None; got {type(bags).__name__}. Write 'g8n4'."

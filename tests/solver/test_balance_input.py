@@ -45,8 +45,3 @@ def test_bags_of_another_type_are_refused():
 def test_counts_are_integers(name, value):
     with pytest.raises(TypeError, match=f"{name} is an integer; got {type(value).__name__}"):
         balance([1], [0], **{"num_devices": 8, "bags": "g8n1", name: value})
-
-
-def test_auto_names_the_alternative():
-    with pytest.raises(NotImplementedError, match="Give a spec such as 'g8n4'"):
-        balance([1], [0], num_devices=1, bags="auto")

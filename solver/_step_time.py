@@ -1,0 +1,82 @@
+"""Modelled time of a step: what a plan's fullest device computes, and what its busiest one sends."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from solver._plan import BalancePlan
+
+# A step is a forward and a backward pass: compute counts three times, and what attention exchanges (queries, keys and
+# values there, outputs back, and their gradients) twice.
+COMPUTE_PASSES = 3
+_EXCHANGE_PASSES = 2
+_TENSORS = 4
+
+
+class StepSeconds(NamedTuple):
+    """Modelled seconds of one transformer block, forward and backward.
+
+    Attributes:
+        compute: of the fullest device, every device padded to the most tokens and the most attention.
+        traffic: of the attention exchanges of the device that sends most.
+    """
+
+    compute: float
+    traffic: float
+
+    @property
+    def exposed(self) -> float:
+        """Where traffic waits for compute and compute for traffic."""
+        return self.compute + self.traffic
+
+    @property
+    def overlapped(self) -> float:
+        """Where the shorter of them runs under the longer."""
+        return max(self.compute, self.traffic)
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Speeds that plans are compared by.
+
+    Args:
+        flops_per_s: of one device; used where the cost model counts in FLOP.
+        inside_bytes_per_s, across_bytes_per_s: that one device sends inside its machine, and to other machines.
+        element_bytes: of an element of q, k, v and o.
+
+    Raises:
+        ValueError: for a speed that is not positive and finite.
+    """
+
+    flops_per_s: float = 400e12
+    inside_bytes_per_s: float = 450e9
+    across_bytes_per_s: float = 50e9
+    element_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("flops_per_s", "inside_bytes_per_s", "across_bytes_per_s", "element_bytes"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(
+                    f"Links: {name} finite and > 0; got {name}={value}. Give what the machine does."
+                )
+
+    def step_seconds(self, plan: BalancePlan) -> StepSeconds:
+        """Modelled time of a block under a plan."""
+        across = plan.rows_across_machines
+        sent_s = (plan.rows_sent - across) * self.row_seconds(plan.cost.width / plan.num_heads)
+        sent_s = sent_s + across * self.row_seconds(plan.cost.width / plan.num_heads, across=True)
+        tokens_s = float(plan.cost.linear(int(plan.tokens.max())))
+        compute = (tokens_s + float(plan.attention_work.max())) * self.unit_seconds(
+            plan.cost.seconds_per_flop
+        )
+        return StepSeconds(COMPUTE_PASSES * compute, float(sent_s.max()))
+
+    def unit_seconds(self, seconds_per_flop: float) -> float:
+        """Seconds of the cost model's unit: a FLOP where the model counts in FLOP, or else a second."""
+        return 1 / self.flops_per_s if seconds_per_flop == 1 else 1.0
+
+    def row_seconds(self, head_dim: float, *, across: bool = False) -> float:
+        """Seconds that a (token, head) row takes for all its exchanges in a step."""
+        row_bytes = head_dim * self.element_bytes * _TENSORS * _EXCHANGE_PASSES
+        return row_bytes / (self.across_bytes_per_s if across else self.inside_bytes_per_s)
