@@ -25,7 +25,7 @@ NUM_STEPS = 20
 BLOCK = 32
 # Sequences of 16 to about 260 image tokens and 0 to 24 text tokens, spread unevenly over four ranks.
 CODES = "g2b3i64f1s0,g1b2i128f1s0,g1b1i256f1s0"
-ALL_BAGS = (None, "g1n8", "g2n4", "g8n1", "g1n2+g2n1+g4n1")
+ALL_BAGS = (None, "g1n8", "g2n4", "g8n1", "g1n2+g2n1+g4n1", "auto")
 
 CONFIG = MMDiTConfig(
     in_channels=12,
