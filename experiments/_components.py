@@ -375,7 +375,8 @@ def train(
         seed: of parameters, data order, times and noise.
         num_devices: devices of the mesh, over all processes.
         devices_per_machine: for counting traffic between machines; all on one machine if None.
-        bags: bag spec such as g1n2+g2n1+g4n1; None leaves every sequence where it was loaded.
+        bags: bag spec such as g1n2+g2n1+g4n1, or 'auto' to place sequences freely; None leaves every sequence where
+            it was loaded.
         gamma: relative cost of a FLOP of attention, for the planner.
         block: attention block size in rows.
         shards: devices that share one copy of parameters, optimiser and EMA; 1 replicates them.

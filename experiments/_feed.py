@@ -22,6 +22,7 @@ from solver import (
     BagSpec,
     BalancePlan,
     CostModel,
+    Links,
     StepCapacity,
     StepLayout,
     Topology,
@@ -44,6 +45,7 @@ class Planner:
         bags: bag spec, or None to leave sequences at home.
         cost: cost model.
         topology: machines of the devices; one machine if None.
+        links: speeds that `bags="auto"` compares plans by.
         block: attention block size in rows.
         padded: whether the platform needs padded exchanges.
     """
@@ -53,6 +55,7 @@ class Planner:
     bags: BagSpec | str | None
     cost: CostModel
     topology: Topology | None = None
+    links: Links = Links()  # noqa: RUF009
     block: int = 128
     padded: bool = True
 
@@ -71,6 +74,7 @@ class Planner:
             num_heads=self.num_heads,
             text_lengths=index.text_lengths,
             topology=self.topology,
+            links=self.links,
         )
 
     def loads(self, indices: Iterable[StepIndex]) -> tuple[np.ndarray, np.ndarray]:

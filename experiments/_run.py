@@ -27,7 +27,7 @@ from experiments._run_data import Data
 from experiments.data import Sampler
 from jaxdit.training import TrainProgram, TrainState, bytes_per_device
 from jaxdit.weights import add_lora
-from solver import CostModel, RouteCapacity, StepCapacity, Topology, parse_bags
+from solver import BagSpec, CostModel, Links, RouteCapacity, StepCapacity, Topology, parse_bags
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,6 +39,8 @@ _CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
+# Virtual devices exchange rows by copying memory: slow, but not beside what they compute.
+_CPU_LINKS = Links(flops_per_s=100e9, inside_bytes_per_s=10e9, across_bytes_per_s=10e9, element_bytes=4)
 # Share of a device's memory that they may take; activations need the rest.
 _MEMORY_SHARE = 0.8
 
@@ -50,9 +52,10 @@ def make_planner(settings: RunSettings, num_devices: int, *, padded: bool) -> Pl
         UserError: for a malformed bag spec, or one that does not divide the devices.
     """
     with checking("train.bags"):
-        bags = None if settings.bags is None else parse_bags(settings.bags)
-        if bags is not None:
-            bags.layout(num_devices)
+        bags: BagSpec | str | None = settings.bags
+        if settings.bags is not None and settings.bags != "auto":
+            bags = spec = parse_bags(settings.bags)
+            spec.layout(num_devices)
     topology = None
     if settings.devices_per_machine is not None:
         if settings.devices_per_machine < 1 or num_devices % settings.devices_per_machine:
@@ -73,6 +76,7 @@ def make_planner(settings: RunSettings, num_devices: int, *, padded: bool) -> Pl
         bags=bags,
         cost=cost,
         topology=topology,
+        links=_CPU_LINKS if padded else Links(),
         block=settings.block,
         padded=padded,
     )
@@ -148,7 +152,10 @@ class Run:
     @property
     def widest_bag(self) -> int:
         """Most devices that share a sequence."""
-        return 1 if self.settings.bags is None else max(parse_bags(self.settings.bags).sizes)
+        bags = self.settings.bags
+        if bags == "auto":
+            return self.planner.num_devices
+        return 1 if bags is None else max(parse_bags(bags).sizes)
 
     @property
     def training_data(self) -> Data:

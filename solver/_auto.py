@@ -82,9 +82,10 @@ def _alternatives(problem: BalanceProblem, links: Links) -> list[tuple[BagSpec |
     def at_home(values: Float[np.ndarray, " n"]) -> float:
         return float(np.bincount(problem.home, weights=values, minlength=num_devices).max())
 
+    kinds = (problem.text_lengths, lengths - problem.text_lengths)
     attention_s = np.asarray(cost.attention(lengths.astype(np.float64)))
     found: list[tuple[BagSpec | None, float]] = [
-        (None, unit_s * (float(cost.linear(at_home(lengths))) + at_home(attention_s)))
+        (None, unit_s * (float(cost.linear(sum(map(at_home, kinds)))) + at_home(attention_s)))
     ]
     longest = int(lengths.max())
     mean_tokens, mean_attention = (

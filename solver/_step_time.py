@@ -17,7 +17,7 @@ class StepSeconds(NamedTuple):
     """Modelled seconds of one transformer block, forward and backward.
 
     Attributes:
-        compute: of the fullest device, every device padded to the most tokens and the most attention.
+        compute: of the fullest device, every device padded to the most text tokens, image tokens and attention.
         traffic: of the attention exchanges of the device that sends most.
     """
 
@@ -66,7 +66,9 @@ class Links:
         across = plan.rows_across_machines
         sent_s = (plan.rows_sent - across) * self.row_seconds(plan.cost.width / plan.num_heads)
         sent_s = sent_s + across * self.row_seconds(plan.cost.width / plan.num_heads, across=True)
-        tokens_s = float(plan.cost.linear(int(plan.tokens.max())))
+        # Text and image tokens are arrays of their own, each padded to its most.
+        tokens = int(plan.text_tokens.max()) + int((plan.tokens - plan.text_tokens).max())
+        tokens_s = float(plan.cost.linear(tokens))
         compute = (tokens_s + float(plan.attention_work.max())) * self.unit_seconds(
             plan.cost.seconds_per_flop
         )
