@@ -12,6 +12,9 @@ TORCH ?= torch
 WORKDIR ?= runs/quickstart
 CONFIG ?= experiments/configs/quickstart.gin
 ARGS ?=
+# Processes that share the tests, each of some 4 GB.
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 .PHONY: setup setup-dev train sample evaluate test test-all lint parity bench bench-torch wheel aot setup-aot clean
 
@@ -37,10 +40,10 @@ lint: setup-dev
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m "not full" $(ARGS)
+	$(PYTEST) -m "not full" $(ARGS)
 
 test-all: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 # Compares with diffusers in an environment of its own, since torch is large: its CPU build if an index offers one.
 parity: $(VENV_PARITY)/.installed

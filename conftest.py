@@ -8,6 +8,7 @@ from pathlib import Path
 os.environ.setdefault("NPROC", "32")
 
 import jax
+import pytest
 
 # Must come before any device is touched; wins over XLA_FLAGS.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -25,6 +26,26 @@ install_import_hook(["parallel", "jaxdit"], "tests.typechecker.checked")
 # Each compiled program keeps its code mapped into memory, and the system grants a process some 65,000 maps; past them
 # XLA aborts.
 _MOST_MAPS = 40_000
+
+
+# Where several workers share the tests, what takes a minute or more must not be left to one of them at the end.
+_FIRST = (
+    "test_invariance.py",
+    "test_train.py",
+    "test_sample.py",
+    "test_configs.py",
+    "test_adapters.py",
+    "test_bench_gpu.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Long files first; a worker takes a whole file, since its tests share what they compile."""
+    order = {name: place for place, name in enumerate(_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
 
 
 def pytest_runtest_teardown(item, nextitem):

@@ -12,6 +12,9 @@ from experiments.data import DIGIT_SIZES, draw_digit, handwritten_digits
 from tests.experiments._program_cases import bindings, programs_shared, run, trained_run
 
 
+pytestmark = pytest.mark.xdist_group("trained run")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _quick():
     with programs_shared():
