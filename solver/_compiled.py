@@ -18,9 +18,12 @@ _T = TypeVar("_T")
 
 
 def compiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorator: compile with Numba at the first call, and keep the machine code on disk; releases the GIL."""
+    """Decorator: compile with Numba at the first call, and keep the machine code on disk where that can be; releases the GIL."""
     if not HAS_NUMBA:
         return function
     from numba import njit
 
-    return njit(cache=True, nogil=True)(function)
+    try:
+        return njit(cache=True, nogil=True)(function)
+    except RuntimeError:  # nowhere to write
+        return njit(nogil=True)(function)
