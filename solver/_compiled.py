@@ -18,7 +18,10 @@ _T = TypeVar("_T")
 
 
 def compiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorator: compile with Numba at the first call, and keep the machine code on disk where that can be; releases the GIL."""
+    """Decorator: compile with Numba at the first call, and keep the machine code on disk where that can be.
+
+    Compiled functions release the GIL.
+    """
     if not HAS_NUMBA:
         return function
     from numba import njit
