@@ -39,13 +39,14 @@ _FIRST = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
     """Long files first; a worker takes a whole file, since its tests share what they compile."""
     order = {name: place for place, name in enumerate(_FIRST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def pytest_runtest_teardown(item, nextitem):

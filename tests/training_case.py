@@ -16,7 +16,14 @@ from experiments.data import StepReader, StepSampler, SyntheticCodes, SyntheticR
 from jaxdit import SquareRootShift
 from jaxdit.encoders import ByteTextEncoder
 from jaxdit.models import MMDiT, MMDiTConfig
-from jaxdit.training import FlowMatching, TextToImage, TrainProgram, make_eval_step, make_train_step
+from jaxdit.training import (
+    FlowMatching,
+    TextToImage,
+    TrainProgram,
+    TrainState,
+    make_eval_step,
+    make_train_step,
+)
 from parallel import data_mesh
 from solver import CostModel, StepCapacity, capacity_for
 
@@ -47,8 +54,10 @@ def make_module() -> nnx.Module:
     module = TextToImage(MMDiT(CONFIG, rngs=rngs), encoder)
     state = nnx.state(module, nnx.Param)
     leaves, tree = jax.tree.flatten(state)
-    keys = jax.random.split(jax.random.key(7), len(leaves))
-    noisy = [x + 0.05 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    # Drawn at once: every random array is a program of its own to compile.
+    stops = np.cumsum([x.size for x in leaves])
+    noise = jnp.split(0.05 * jax.random.normal(jax.random.key(7), stops[-1:]), stops[:-1])
+    noisy = [x + n.reshape(x.shape) for x, n in zip(leaves, noise, strict=True)]
     nnx.update(module, jax.tree.unflatten(tree, noisy))
     return module
 
@@ -88,10 +97,17 @@ class Case:
         num_devices, shards: the mesh.
         capacity: sizes of the program.
         micro_batches: of each step.
+        initial: a state of another case on the same mesh to start from; by default one is made.
     """
 
     def __init__(
-        self, num_devices: int, shards: int, capacity: StepCapacity, *, micro_batches: int = 1
+        self,
+        num_devices: int,
+        shards: int,
+        capacity: StepCapacity,
+        *,
+        micro_batches: int = 1,
+        initial: TrainState | None = None,
     ) -> None:
         self.mesh = data_mesh(jax.devices()[:num_devices], shards=shards)
         self.capacity, self.micro_batches = capacity, micro_batches
@@ -107,7 +123,7 @@ class Case:
             compiler_options=compiler_options(self.mesh),
         )
         self.step = make_train_step(self.program, capacity)
-        self._initial = self.program.init_state(make_module)
+        self.initial = self.program.init_state(make_module) if initial is None else initial
 
     def evaluate(self, steps: Sequence[int]) -> float:
         """The loss of the given steps together, at the initial parameters, without balancing."""
@@ -119,7 +135,7 @@ class Case:
         evaluate = make_eval_step(self.program, self.capacity)
         key = jax.random.key(3, impl="threefry2x32")
         parts = [
-            evaluate(self._initial.params, assembler.assemble(t, [reader.read(t)]).inputs, np.int32(t), key)
+            evaluate(self.initial.params, assembler.assemble(t, [reader.read(t)]).inputs, np.int32(t), key)
             for t in steps
         ]
         total, weight = np.sum(jax.device_get(parts), axis=0)
@@ -133,7 +149,7 @@ class Case:
             make_sampler(), local_devices=assembler.local_devices, num_devices=planner.num_devices
         )
         key = jax.random.key(3, impl="threefry2x32")
-        state = jax.tree.map(jnp.copy, self._initial)  # a step donates its state
+        state = jax.tree.map(jnp.copy, self.initial)  # a step donates its state
         losses, gradients = [], None
         for t in range(num_steps // self.micro_batches):
             data = [reader.read(t * self.micro_batches + i) for i in range(self.micro_batches)]

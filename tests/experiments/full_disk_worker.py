@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+
 from experiments import _loop, train
 from experiments._program import run_program
 from tests.experiments._program_cases import checkpoints
@@ -15,6 +17,7 @@ from tests.experiments._program_cases import checkpoints
 
 def main() -> int:
     """Train; once step 4 is done and step 3 is saved, no file grows beyond 20 kB."""
+    jax.config.update("jax_disable_most_optimizations", True)  # as the runs that it is compared with
     workdir, update = Path(sys.argv[1]), _loop.Progress.update
 
     def then_full(self, done, report):

@@ -25,6 +25,14 @@ from parallel import KernelTiles, PallasKernel, Tiles
 from parallel._tiles import TILE_TABLE
 
 
+@pytest.fixture
+def _quick():
+    # That the sections run and count is what is tested, not how fast: compiling takes nearly all of the time.
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def test_operations_by_hand():
     assert attention_flops([2, 3], num_heads=5, head_dim=7) == 4 * 7 * 5 * (4 + 9)
     assert block_flops(10, 4) == 24 * 10 * 16 + 4 * 100 * 4
@@ -48,6 +56,7 @@ def test_every_head_of_every_sequence_is_a_segment():
     assert sorted(counts[1:].tolist()) == [5, 5, 5, 9, 9, 9]
 
 
+@pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize(
     "kernel",
     [None, PallasKernel(KernelTiles(*[Tiles(16, 16, 4, 2)] * 3), interpret=True)],
@@ -68,6 +77,7 @@ def test_attention_section(kernel):
     assert max(section.figures["largest_difference"]) < 2e-2
 
 
+@pytest.mark.usefixtures("_quick")
 def test_block_and_exchange_sections():
     (measured,) = bench_gpu_block(quick=True).figures["measured"]
     assert measured["model_tflops"] > 0

@@ -14,9 +14,22 @@ import pytest
 from tests.training_case import ALL_BAGS, NUM_STEPS, Case, Trace, assert_same_run, shared_capacity
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _quick():
+    # What is compared is what the programs compute, and compiling them takes nearly all of the time.
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="module")
-def one_device() -> Trace:
-    return Case(1, 1, shared_capacity(1, [None])).run(None)
+def alone() -> Case:
+    return Case(1, 1, shared_capacity(1, [None]))
+
+
+@pytest.fixture(scope="module")
+def one_device(alone) -> Trace:
+    return alone.run(None)
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +67,10 @@ def test_other_numbers_of_devices(one_device, num_devices):
     assert_same_run(Case(num_devices, 1, shared_capacity(num_devices, [bags])).run(bags), one_device)
 
 
-def test_micro_batches_weigh_as_one_batch():
-    accumulated = Case(8, 1, shared_capacity(8, ["g2n4"]), micro_batches=2).run("g2n4", 2)
-    together = Case(1, 1, shared_capacity(1, [None])).evaluate([0, 1])
+def test_micro_batches_weigh_as_one_batch(alone, eight_devices):
+    capacity = shared_capacity(8, ["g2n4"])
+    accumulated = Case(8, 1, capacity, micro_batches=2, initial=eight_devices.initial).run("g2n4", 2)
+    together = alone.evaluate([0, 1])
     np.testing.assert_allclose(accumulated.losses, [together], rtol=1e-5)
 
 

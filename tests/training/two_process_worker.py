@@ -9,6 +9,7 @@ import jax
 
 def main(port: str, process: str, folder: str) -> None:
     jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_disable_most_optimizations", True)  # as in the tests that it is compared with
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process))
     import numpy as np
