@@ -12,9 +12,9 @@ TORCH ?= torch
 WORKDIR ?= runs/quickstart
 CONFIG ?= experiments/configs/quickstart.gin
 ARGS ?=
-# Processes that share the tests, each of some 4 GB.
+# Processes that share the tests, each of some 4 GB; a file is of one process, for its tests share what they compile.
 WORKERS ?= 2
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup setup-dev train sample evaluate test test-all lint parity bench bench-torch wheel aot setup-aot clean
 

@@ -8,7 +8,6 @@ from pathlib import Path
 os.environ.setdefault("NPROC", "32")
 
 import jax
-import pytest
 
 # Must come before any device is touched; wins over XLA_FLAGS.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -28,25 +27,24 @@ install_import_hook(["parallel", "jaxdit"], "tests.typechecker.checked")
 _MOST_MAPS = 40_000
 
 
-# Where several workers share the tests, what takes a minute or more must not be left to one of them at the end.
+# Where several workers share the tests, each takes whole files, in this order: what takes a minute or more must not be
+# left to one of them at the end.
 _FIRST = (
     "test_invariance.py",
     "test_train.py",
     "test_sample.py",
+    "test_export.py",
+    "test_evaluate.py",
     "test_configs.py",
     "test_adapters.py",
     "test_bench_gpu.py",
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
-    """Long files first; a worker takes a whole file, since its tests share what they compile."""
+    """Long files first."""
     order = {name: place for place, name in enumerate(_FIRST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def pytest_runtest_teardown(item, nextitem):

@@ -109,7 +109,7 @@ def bindings(**values):
 def trained_run(tmp_path_factory):
     """A run on one device whose few large steps leave weights that heed the prompt, with grids and validation.
 
-    One for all tests of a process; they leave it as it is. The files that use it are of one `xdist_group`.
+    One for all tests of a process; they leave it as it is.
     """
     if "trained" not in _runs:
         workdir = tmp_path_factory.mktemp("trained") / "run"

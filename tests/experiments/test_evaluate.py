@@ -11,8 +11,6 @@ from experiments._digits import DigitClassifier
 from experiments.data import DIGIT_SIZES, draw_digit, handwritten_digits
 from tests.experiments._program_cases import bindings, programs_shared, run, trained_run
 
-pytestmark = pytest.mark.xdist_group("trained run")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick():

@@ -35,9 +35,6 @@ STILL = bindings(
 )
 
 
-pytestmark = pytest.mark.xdist_group("trained run")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _quick():
     with programs_shared():

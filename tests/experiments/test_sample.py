@@ -18,9 +18,6 @@ from tests.experiments._program_cases import bindings, programs_shared, rows, ru
 SEVEN = SampleRequest("a handwritten seven", 1, 32, 48, noise_id=3)
 
 
-pytestmark = pytest.mark.xdist_group("trained run")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _quick():
     with programs_shared():
