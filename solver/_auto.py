@@ -1,16 +1,16 @@
 """`bags="auto"`: the best of free placement, of no balancing and of equal bags, by modelled time."""
 
+import math
 from collections.abc import Callable
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Num
 
-from solver._auto_attempt import AutoSettings, attempt_plan
+from solver._auto_free import place_freely
 from solver._bags import BagSpec
-from solver._plan import BalancePlan, BalanceProblem
-from solver._step_time import COMPUTE_PASSES, Links
+from solver._plan import BalancePlan, BalanceProblem, total_of
+from solver._step_time import Links
 
-_ATTEMPTS = (AutoSettings(),)
 # What another plan must gain over free placement, which leaves more tokens at home.
 _CLEARLY = 0.0045
 
@@ -32,21 +32,19 @@ def auto_plan(
     Raises:
         ValueError: if no candidate keeps within max_rows.
     """
-    bounds = lower_bounds(problem)
-    plans = [attempt_plan(problem, settings, bounds) for settings in _ATTEMPTS]
-    best, best_s = None, np.inf
-    for plan in plans:
-        step_s = links.step_seconds(plan).exposed
-        if step_s < best_s and _rows_fit(plan, max_rows):
-            best, best_s = plan, step_s
+    mean_tokens, mean_attention = _means(problem)
+    most_tokens = math.ceil(mean_tokens)
+    load, step = (float(problem.cost.linear(x)) + mean_attention for x in (mean_tokens, most_tokens))
+    free = best = place_freely(problem, (load, step))
+    best_s = links.step_seconds(free).exposed if _rows_fit(free, max_rows) else math.inf
     for spec, bound_s in _alternatives(problem, links):
         if bound_s < best_s * (1 - _CLEARLY):
             plan = plan_bags(spec)
             step_s = links.step_seconds(plan).exposed
             if step_s < best_s * (1 - _CLEARLY) and _rows_fit(plan, max_rows):
                 best, best_s = plan, step_s
-    if best is None:
-        found = min(float(plan.rows.max() / max(plan.rows.mean(), 1e-9)) for plan in plans)
+    if best_s == math.inf:
+        found = float(free.rows.max() / free.rows.mean())
         raise ValueError(
             f"balance: max_rows >= {found:.3f} for these sequences, the rows of the fullest device over the mean; got"
             f" max_rows={max_rows}. Allow more rows, or leave the longest sequence out."
@@ -58,40 +56,27 @@ def _rows_fit(plan: BalancePlan, max_rows: float | None) -> bool:
     return max_rows is None or float(plan.rows.max()) <= max_rows * float(plan.rows.mean())
 
 
-def lower_bounds(problem: BalanceProblem) -> tuple[float, float]:
-    """Seconds of load, and of a static-shape step, that no layouts undercut: the means, tokens being whole."""
+def _means(problem: BalanceProblem) -> tuple[float, float]:
+    """Tokens and seconds of attention of a device on average, which the fullest one has at least."""
     num_devices = problem.topology.num_devices
-    total = int(problem.lengths.sum())
-    pairs = (
-        float(np.cumsum(np.square(problem.lengths, dtype=np.float64))[-1]) if len(problem.lengths) else 0.0
-    )
-    attention_s = float(problem.cost.attention(1.0)) * pairs / num_devices
-    most = -(-total // num_devices)
-    load = float(problem.cost.linear(total / num_devices)) + attention_s
-    return load, float(problem.cost.linear(most)) + attention_s
+    attention_s = np.asarray(problem.cost.attention(problem.lengths.astype(np.float64)))
+    return int(problem.lengths.sum()) / num_devices, total_of(attention_s) / num_devices
 
 
 def _alternatives(problem: BalanceProblem, links: Links) -> list[tuple[BagSpec | None, float]]:
     """No balancing and equal bags, each with the seconds its step takes at least."""
-    topology, cost, lengths = problem.topology, problem.cost, problem.lengths
-    num_devices = topology.num_devices
-    unit_s = COMPUTE_PASSES * links.unit_seconds(cost.seconds_per_flop)
+    cost, lengths, num_devices = problem.cost, problem.lengths, problem.topology.num_devices
     if not lengths.sum():
         return []
 
-    def at_home(values: Float[np.ndarray, " n"]) -> float:
+    def at_home(values: Num[np.ndarray, " n"]) -> float:
         return float(np.bincount(problem.home, weights=values, minlength=num_devices).max())
 
-    kinds = (problem.text_lengths, lengths - problem.text_lengths)
-    attention_s = np.asarray(cost.attention(lengths.astype(np.float64)))
-    found: list[tuple[BagSpec | None, float]] = [
-        (None, unit_s * (float(cost.linear(sum(map(at_home, kinds)))) + at_home(attention_s)))
-    ]
+    tokens = at_home(problem.text_lengths) + at_home(lengths - problem.text_lengths)
+    attention = at_home(np.asarray(cost.attention(lengths.astype(np.float64))))
+    found: list[tuple[BagSpec | None, float]] = [(None, links.compute_seconds(cost, tokens, attention))]
     longest = int(lengths.max())
-    mean_tokens, mean_attention = (
-        float(lengths.sum()) / num_devices,
-        float(np.cumsum(attention_s)[-1]) / num_devices,
-    )
+    mean_tokens, mean_attention = _means(problem)
     row_s = links.row_seconds(cost.width / problem.num_heads)
     size = 1
     while size <= num_devices:
@@ -99,7 +84,7 @@ def _alternatives(problem: BalanceProblem, links: Links) -> list[tuple[BagSpec |
             tokens = max(longest / size, mean_tokens)
             attention = max(float(cost.attention(longest)) / size, mean_attention)
             sent = mean_tokens * problem.num_heads * (size - 1) / size
-            compute_s = unit_s * (float(cost.linear(tokens)) + attention)
-            found.append((BagSpec(((size, num_devices // size),)), compute_s + sent * row_s))
+            bound_s = links.compute_seconds(cost, tokens, attention) + sent * row_s
+            found.append((BagSpec(((size, num_devices // size),)), bound_s))
         size *= 2
     return found

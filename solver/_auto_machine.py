@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from solver._auto_fill import deal_heads, spread, transfers
-from solver._auto_partition import even_out, partition
+from solver._auto_partition import Preferences, even_out, partition
 from solver._auto_place import Resources
 from solver._auto_slices import Pieces
 
@@ -135,9 +135,7 @@ def _attention(
     over, under = (int(max(most - x, _LEAST_OFF * most)) for x in (machine_off, -machine_off))
     held = np.zeros((len(queries), n), np.int64)
     if len(queries) > num_whole:
-        where = _deal_fluid(
-            resources, share.whole, lengths, queries, where, home, mean, min(over, under), held
-        )
+        where, held[num_whole:] = _deal_fluid(resources, share, where, home, mean, min(over, under))
     held[np.arange(num_whole), where] = queries[:num_whole]
     if resources.looser > 1:  # little of the step: what a device lacks costs less than rows
         under = int(pairs.sum())
@@ -147,42 +145,52 @@ def _attention(
 
 def _deal_fluid(
     resources: Resources,
-    whole: Int[np.ndarray, " n"],
-    lengths: Int[np.ndarray, " lines"],
-    queries: Int[np.ndarray, " lines"],
+    share: MachineShare,
     where: Int[np.ndarray, " n"],
     home: Int[np.ndarray, " sequences"],
     mean: int,
     slack: int,
-    held: Int[np.ndarray, "lines devices"],
-) -> Int[np.ndarray, " n"]:
+) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, "lines devices"]]:
     """Deal fluid lines to devices, then exchange whole sequences and heads between devices for a better fit.
 
-    Fills in what devices hold of the fluid lines, and returns the devices of the whole sequences.
+    Args:
+        resources, share: the step, and what of it is this machine's.
+        where: device of each whole sequence.
+        home: device of each sequence of the step in its home layout; -1 elsewhere.
+        mean: query-key pairs of a device.
+        slack: pairs by which a device may be off.
+
+    Returns:
+        The devices of the whole sequences, and the queries of each fluid line on each device.
     """
-    n, num_whole = held.shape[1], len(whole)
-    unit = np.minimum(queries, lengths)[num_whole:]  # what is dealt: a head, or the part of one
-    number = queries[num_whole:] // unit
-    unit_pairs = unit * lengths[num_whole:]
-    room = mean - np.bincount(where, weights=resources.values[-1, whole], minlength=n).astype(np.int64)
+    n, num_whole = resources.problem.topology.devices_per_machine, len(share.whole)
+    whole_pairs, whole_tokens = resources.values[-1, share.whole], resources.tokens[share.whole]
+    lengths = resources.problem.lengths[share.lines.sequence]
+    queries = share.lines.stop - share.lines.start
+    unit = np.minimum(queries, lengths)  # what is dealt: a head, or the part of one
+    number, unit_pairs = queries // unit, unit * lengths
+    room = mean - np.bincount(where, weights=whole_pairs, minlength=n).astype(np.int64)
     order = np.argsort(-unit_pairs * number, kind="stable")
     dealt = np.zeros((len(number), n), np.int64)
     dealt[order] = deal_heads(unit_pairs[order], number[order], room)
     k, device = np.nonzero(dealt)
     count = dealt[k, device]
     k, device = np.repeat(k, count), np.repeat(device, count)
-    pairs = np.concatenate([resources.values[-1, whole], unit_pairs[k]])
-    tokens = np.concatenate([resources.tokens[whole], 0 * k])
+    pairs = np.concatenate([whole_pairs, unit_pairs[k]])
+    tokens = np.concatenate([whole_tokens, 0 * k])
     values = np.stack([tokens / (_BESIDE_FLUID_OFF * resources.share[:-1].sum()), pairs / max(slack, 1)])
     both = np.concatenate([where, device])
-    homes = np.concatenate([home[whole], np.full(len(k), -1)])
-    kind = np.concatenate([0 * where, 1 + k])
-    # A head goes where others of its sequence are.
-    allowed = np.concatenate([np.ones((1, n), bool), (dealt > 0) | (number == 1)[:, None]])
+    preferences = Preferences(
+        home=np.concatenate([home[share.whole], np.full(len(k), -1)]),
+        kind=np.concatenate([0 * where, 1 + k]),
+        # A head goes where others of its sequence are.
+        allowed=np.concatenate([np.ones((1, n), bool), (dealt > 0) | (number == 1)[:, None]]),
+    )
     capacity = np.repeat(values.sum(1, keepdims=True) / n, n, 1)
-    even_out(values, capacity, both, homes, kind, allowed, _FIT_MOVES * n, False)
-    np.add.at(held, (num_whole + k, both[num_whole:]), unit[k])
-    return both[:num_whole]
+    even_out(values, capacity, both, preferences, _FIT_MOVES * n, False)
+    held = np.zeros_like(dealt)
+    np.add.at(held, (k, both[num_whole:]), unit[k])
+    return both[:num_whole], held
 
 
 def _stretches(
@@ -215,7 +223,6 @@ def _spread_tokens(
     """
     n, total = profit.shape[1], int(supply.sum())
     capacity = np.full(n, max(int(total / n * (1 + _SPREAD_OFF)), -(-total // n)))
-    far = np.where(spans, supply, 0)[:, None]
-    even = far // n + (np.arange(n) < far % n)
-    rest = np.maximum(capacity - even.sum(0), 0)
-    return even + spread(np.where(spans, 0, supply), profit, rest)
+    far = np.where(spans, supply, 0)
+    even = far[:, None] // n + (np.arange(n) < far[:, None] % n)
+    return even + spread(supply - far, profit, np.maximum(capacity - even.sum(0), 0))

@@ -1,5 +1,7 @@
 """Whole sequences to bins of given capacities in several resources at once."""
 
+from typing import NamedTuple
+
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
@@ -96,13 +98,11 @@ def _trade(
     return True
 
 
-def _best_exchange_of_arrays(my, my_kind, my_home, their, their_bin, gap, leaving, allowed, g):
-    """Which item of bin g to exchange for which of the others to lower the sum of squares most; -1, -1 for none."""
+def _best_exchange_of_arrays(my, their, gap, toll, their_place, leaving):
+    """Which item of a bin to exchange for which of the others to lower the sum of squares most; -1, -1 for none."""
     best, best_mine, best_other = -1e-9, -1, -1
     for a in range(len(my)):
-        change = leaving.copy()
-        change += np.where(my_home[a] == g, _LEAVING, np.where(my_home[a] == their_bin, -_LEAVING, 0.0))
-        change[~allowed[my_kind[a]][their_bin]] = np.inf
+        change = leaving + toll[a][their_place]
         for r in range(len(their)):
             given = my[a, r] - their[r]
             change += given * (given + gap[r])
@@ -113,21 +113,16 @@ def _best_exchange_of_arrays(my, my_kind, my_home, their, their_bin, gap, leavin
 
 
 @compiled
-def _best_exchange_of_scalars(my, my_kind, my_home, their, their_bin, gap, leaving, allowed, g):
+def _best_exchange_of_scalars(my, their, gap, toll, their_place, leaving):
     best, best_mine, best_other = -1e-9, -1, -1
     num_resources, num = their.shape
     for a in range(len(my)):
-        at_home = my_home[a] == g
         for k in range(num):
-            change = leaving[k]
-            if at_home:
-                change += _LEAVING
-            elif my_home[a] == their_bin[k]:
-                change += -_LEAVING
+            change = leaving[k] + toll[a, their_place[k]]
             for r in range(num_resources):
                 given = my[a, r] - their[r, k]
                 change += given * (given + gap[r, k])
-            if change < best and allowed[my_kind[a], their_bin[k]]:
+            if change < best:
                 best, best_mine, best_other = change, a, k
     return best_mine, best_other
 
@@ -136,17 +131,62 @@ def _best_exchange_of_scalars(my, my_kind, my_home, their, their_bin, gap, leavi
 _best_exchange = _best_exchange_of_scalars if HAS_NUMBA else _best_exchange_of_arrays
 
 
+class Preferences(NamedTuple):
+    """Where items may go, and would rather be.
+
+    Attributes:
+        home: preferred bin of each item; -1 for none.
+        kind: of each item; kind 0 may go anywhere.
+        allowed: bins that items of each kind may go to.
+    """
+
+    home: Int[np.ndarray, " n"]
+    kind: Int[np.ndarray, " n"]
+    allowed: Bool[np.ndarray, "kinds bins"]
+
+
+@compiled
+def _price(preferences: Preferences, item: int, source: int, target: int) -> float:
+    """What it costs to move an item, in squares of what a bin may be off."""
+    if not preferences.allowed[preferences.kind[item], target]:
+        return np.inf
+    home = preferences.home[item]
+    return _LEAVING if home == source else -_LEAVING if home == target else 0.0
+
+
+@compiled
+def _furthest_off(excess: Float[np.ndarray, "resources bins"], stuck: Bool[np.ndarray, " bins"]) -> int:
+    """The bin with the largest sum of squares among those that are off by more than 1 in something; -1 for none."""
+    off = np.zeros(len(stuck))
+    worst = np.zeros(len(stuck))
+    for r in range(len(excess)):
+        off += excess[r] * excess[r]
+        worst = np.maximum(worst, np.abs(excess[r]))
+    off[stuck | (worst <= 1.0)] = 0.0
+    g = int(np.argmax(off))
+    return g if off[g] > 0.0 else -1
+
+
+@compiled
+def _complements(excess: Float[np.ndarray, "resources bins"], g: int) -> Int[np.ndarray, " partners"]:
+    """The bins that lack most of what bin g has too much of."""
+    num_bins = excess.shape[1]
+    match = np.zeros(num_bins)
+    for r in range(len(excess)):
+        match += excess[r, g] * excess[r]
+    match[g] = np.inf
+    return np.argsort(match, kind="mergesort")[: min(_PARTNERS, num_bins - 1)]
+
+
 @compiled
 def even_out(
     values: Float[np.ndarray, "resources n"],
     capacity: Float[np.ndarray, "resources bins"],
     where: Int[np.ndarray, " n"],
-    home: Int[np.ndarray, " n"],
-    kind: Int[np.ndarray, " n"],
-    allowed: Bool[np.ndarray, "kinds bins"],
+    preferences: Preferences,
     max_moves: int,
     trades: bool,
-) -> Float[np.ndarray, "resources bins"]:
+) -> None:
     """Move and exchange items until no bin is off its capacity by more than 1, or no exchange of the worst bins helps.
 
     Minimises the sum of squares over bins and resources. Each turn takes the bin that is furthest off and the best of
@@ -155,14 +195,9 @@ def even_out(
     Args:
         values, capacity: in units of what a bin may be off.
         where: bin of each item; changed in place.
-        home: preferred bin of each item; -1 for none.
-        kind: of each item.
-        allowed: bins that items of each kind may go to.
+        preferences: of the items.
         max_moves: turns at most.
         trades: whether to exchange one item for several where no single exchange helps.
-
-    Returns:
-        What each bin holds beyond its capacity, in the same units.
     """
     num_resources, n = values.shape
     num_bins = capacity.shape[1]
@@ -172,37 +207,29 @@ def even_out(
             excess[r, where[i]] += values[r, i]
     stuck = np.zeros(num_bins, np.bool_)
     for turn in range(max_moves):
-        off = np.zeros(num_bins)
-        worst = np.zeros(num_bins)
-        for r in range(num_resources):
-            off += excess[r] * excess[r]
-            worst = np.maximum(worst, np.abs(excess[r]))
-        off[stuck | (worst <= 1.0)] = 0.0
-        g = np.argmax(off)
-        if off[g] == 0.0:
+        g = _furthest_off(excess, stuck)
+        if g < 0:
             break
-        match = np.zeros(num_bins)
-        for r in range(num_resources):
-            match += excess[r, g] * excess[r]
-        match[g] = np.inf
-        partners = np.argsort(match, kind="mergesort")[: min(_PARTNERS, num_bins - 1)]
-        is_partner = np.zeros(num_bins, np.bool_)
-        for h in partners:
-            is_partner[h] = True
+        partners = _complements(excess, g)
+        place = np.full(num_bins, -1)
+        for p in range(len(partners)):
+            place[partners[p]] = p
         mine = np.flatnonzero(where == g)
         step = -(-len(mine) // _SAMPLED)
         if step > 1:
             mine = mine[turn % step :: step]
-        others = np.flatnonzero(is_partner[where])
+        others = np.flatnonzero(place[where] >= 0)
         # The last of each list is nothing: a move instead of an exchange.
         num_mine, num_others = len(mine), len(others)
-        my_kind, my_home = np.zeros(num_mine + 1, np.int64), np.full(num_mine + 1, -1)
         my = np.zeros((num_mine + 1, num_resources))
+        toll = np.zeros((num_mine + 1, len(partners)))
         for a in range(num_mine):
-            my_kind[a], my_home[a] = kind[mine[a]], home[mine[a]]
             for r in range(num_resources):
                 my[a, r] = values[r, mine[a]]
-        their_bin = np.concatenate((where[others], partners))
+            for p in range(len(partners)):
+                toll[a, p] = _price(preferences, mine[a], g, partners[p])
+        their_place = np.concatenate((place[where[others]], np.arange(len(partners))))
+        their_bin = partners[their_place]
         their = np.zeros((num_resources, len(their_bin)))
         gap = np.zeros((num_resources, len(their_bin)))
         for r in range(num_resources):
@@ -210,26 +237,15 @@ def even_out(
             gap[r] = excess[r][their_bin] - excess[r, g]
         leaving = np.zeros(len(their_bin))
         for k in range(num_others):
-            j = others[k]
-            if not allowed[kind[j], g]:
-                leaving[k] = np.inf
-            elif home[j] == where[j]:
-                leaving[k] = _LEAVING
-            elif home[j] == g:
-                leaving[k] = -_LEAVING
-        best_mine, best_other = _best_exchange(
-            my, my_kind, my_home, their, their_bin, gap, leaving, allowed, g
-        )
+            leaving[k] = _price(preferences, others[k], their_bin[k], g)
+        best_mine, best_other = _best_exchange(my, their, gap, toll, their_place, leaving)
         if best_other < 0:
             traded = False
-            if trades:
-                for h in partners[:_TRADE_PARTNERS]:
-                    traded = _trade(values, excess, where, int(g), int(h)) or _trade(
-                        values, excess, where, int(h), int(g)
-                    )
-                    if traded:
-                        stuck[h] = False
-                        break
+            for h in partners[:_TRADE_PARTNERS] if trades else partners[:0]:
+                traded = _trade(values, excess, where, g, int(h)) or _trade(values, excess, where, int(h), g)
+                if traded:
+                    stuck[h] = False
+                    break
             stuck[g] = not traded
             continue
         h = their_bin[best_other]
@@ -242,7 +258,6 @@ def even_out(
         if best_other < num_others:
             where[others[best_other]] = g
         stuck[h] = False
-    return excess
 
 
 def partition(
@@ -272,6 +287,6 @@ def partition(
     unit = unit * off[:, None]
     num_bins = capacity.shape[1]
     if num_bins > 1:
-        anywhere = np.ones((1, num_bins), bool)
-        even_out(values / unit, capacity / unit, where, home, 0 * home, anywhere, 4 * num_bins + 64, trades)
+        anywhere = Preferences(home, 0 * home, np.ones((1, num_bins), bool))
+        even_out(values / unit, capacity / unit, where, anywhere, 4 * num_bins + 64, trades)
     return where

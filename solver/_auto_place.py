@@ -144,14 +144,30 @@ def settle_shares(
     shares: FluidShares,
     excess_pairs: Float[np.ndarray, " machines"],
     excess_tokens: Float[np.ndarray, " machines"],
-) -> None:
-    """Shift shares of a sequence between the machines that hold it until these are off equally; in place."""
-    for held, excess in ((shares.pairs, excess_pairs), (shares.tokens, excess_tokens)):
-        excess = excess.copy()
-        for row in held:
-            machines = np.flatnonzero(row > 0)
-            if len(machines) > 1:
-                change = np.maximum(excess[machines].mean() - excess[machines], -0.5 * row[machines])
-                change -= change.mean() if (change - change.mean() > -0.9 * row[machines]).all() else change
+) -> Float[np.ndarray, " machines"]:
+    """Shift shares of a sequence between the machines that hold it until these are off equally; in place.
+
+    Args:
+        shares: of the sequences.
+        excess_pairs, excess_tokens: what each machine holds beyond its share of all.
+
+    Returns:
+        The pairs each machine then holds beyond.
+    """
+    _settle(shares.tokens, excess_tokens)
+    return _settle(shares.pairs, excess_pairs)
+
+
+def _settle(
+    held: Float[np.ndarray, "k machines"], excess: Float[np.ndarray, " machines"]
+) -> Float[np.ndarray, " machines"]:
+    excess = excess.copy()
+    for row in held:
+        machines = np.flatnonzero(row > 0)
+        if len(machines) > 1:
+            change = np.maximum(excess[machines].mean() - excess[machines], -0.5 * row[machines])
+            change -= change.mean()  # the sequence is as long as before
+            if (change > -0.9 * row[machines]).all():
                 row[machines] += change
                 excess[machines] += change
+    return excess

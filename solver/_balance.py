@@ -88,7 +88,7 @@ def balance(
             "Check the lengths: attention would never end."
         )
     problem = BalanceProblem(length_array, text_array, home_array, num_heads, topology, cost)
-    if not (isinstance(bags, str) and bags == "auto"):
+    if bags != "auto":
         if max_rows is not None:
             raise ValueError(
                 f"balance: max_rows goes with bags='auto'; got max_rows={max_rows} and bags={bags!r}. Bags hold about"

@@ -4,11 +4,12 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from solver._cost import CostModel
 from solver._plan import BalancePlan
 
 # A step is a forward and a backward pass: compute counts three times, and what attention exchanges (queries, keys and
 # values there, outputs back, and their gradients) twice.
-COMPUTE_PASSES = 3
+_COMPUTE_PASSES = 3
 _EXCHANGE_PASSES = 2
 _TENSORS = 4
 
@@ -68,15 +69,13 @@ class Links:
         sent_s = sent_s + across * self.row_seconds(plan.cost.width / plan.num_heads, across=True)
         # Text and image tokens are arrays of their own, each padded to its most.
         tokens = int(plan.text_tokens.max()) + int((plan.tokens - plan.text_tokens).max())
-        tokens_s = float(plan.cost.linear(tokens))
-        compute = (tokens_s + float(plan.attention_work.max())) * self.unit_seconds(
-            plan.cost.seconds_per_flop
-        )
-        return StepSeconds(COMPUTE_PASSES * compute, float(sent_s.max()))
+        compute_s = self.compute_seconds(plan.cost, tokens, float(plan.attention_work.max()))
+        return StepSeconds(compute_s, float(sent_s.max()))
 
-    def unit_seconds(self, seconds_per_flop: float) -> float:
-        """Seconds of the cost model's unit: a FLOP where the model counts in FLOP, or else a second."""
-        return 1 / self.flops_per_s if seconds_per_flop == 1 else 1.0
+    def compute_seconds(self, cost: CostModel, tokens: float, attention: float) -> float:
+        """Seconds that a device computes for its tokens and its attention, this in the cost model's unit."""
+        unit_s = 1 / self.flops_per_s if cost.seconds_per_flop == 1 else 1.0  # counted in FLOP, or in seconds
+        return _COMPUTE_PASSES * (float(cost.linear(tokens)) + attention) * unit_s
 
     def row_seconds(self, head_dim: float, *, across: bool = False) -> float:
         """Seconds that a (token, head) row takes for all its exchanges in a step."""

@@ -1,4 +1,4 @@
-"""One attempt at a plan that balances tokens and attention separately.
+"""Free placement: a plan that balances tokens and attention separately.
 
 1. Sequences with much attention are *fluid*: their heads, and queries of a head, are cut wherever a device has room
    left. All others stay *whole*: tokens and attention of one on one device, without traffic.
@@ -11,7 +11,6 @@
 4. Given the attention layout, the best token layout is a transportation problem, solved exactly for text and image.
 """
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -24,39 +23,27 @@ from solver._auto_slices import head_slices_of, token_slices_of
 from solver._plan import BalancePlan, BalanceProblem
 from solver._plan_measure import plan_from_slices
 
+# Attention of a sequence over a device's share from which on it is fluid.
+_FLUID = 0.5
+# Part of a machine's attention that fluid sequences may take before another machine is added; the first that lets whole
+# sequences fill the rest.
+_FILLED = (0.95, 0.88, 0.8, 0.7, 0.6)
 _WELL_FILLED = 2.0  # how much more than it may a machine may be off before a fluid sequence is given another
 
 
-@dataclass(frozen=True, slots=True)
-class AutoSettings:
-    """What an attempt does differently.
-
-    Attributes:
-        fluid: attention of a sequence over a device's share from which on it is fluid.
-        filled: part of a machine's attention that fluid sequences may take before another machine is added; the first
-            that lets whole sequences fill the rest.
-    """
-
-    fluid: float = 0.5
-    filled: tuple[float, ...] = (0.95, 0.88, 0.8, 0.7, 0.6)
-
-
-def attempt_plan(
-    problem: BalanceProblem, settings: AutoSettings, lower_bounds: tuple[float, float]
-) -> BalancePlan:
+def place_freely(problem: BalanceProblem, lower_bounds: tuple[float, float]) -> BalancePlan:
     """A plan of the problem; global, on the host.
 
     Args:
         problem: the step.
-        settings: how to.
         lower_bounds: seconds, for the plan's certificate.
     """
     resources = Resources.of(problem)
     tokens = resources.tokens
-    is_fluid = resources.values[-1] > settings.fluid * resources.share[-1]
+    is_fluid = resources.values[-1] > _FLUID * resources.share[-1]
     is_fluid |= tokens > resources.share[:-1].sum()
     whole = np.flatnonzero(~is_fluid)
-    fluid, machine_of = _choose_machines(resources, np.flatnonzero(is_fluid), whole, settings)
+    fluid, machine_of = _choose_machines(resources, np.flatnonzero(is_fluid), whole)
     lines = _cut_lines(problem, fluid)
     fluid_tokens = _cut_tokens(problem, fluid)
     spans = (fluid.pairs > 0).sum(1) > 1
@@ -88,19 +75,19 @@ def _choose_machines(
     resources: Resources,
     fluid: Int[np.ndarray, " k"],
     whole: Int[np.ndarray, " n"],
-    settings: AutoSettings,
 ) -> tuple[FluidShares, Int[np.ndarray, " n"]]:
     """Machines of the fluid sequences and of the whole ones."""
+    may_be_off = resources.off[-1] * resources.share[-1] * resources.problem.topology.devices_per_machine
     best = np.inf
     tried: list[np.ndarray] = []
-    for filled in settings.filled:
+    for filled in _FILLED:
         shares = place_fluid(resources, fluid, filled)
         if any(np.array_equal(shares.pairs, other) for other in tried):
             continue
         tried.append(shares.pairs.copy())
         machine_of, excess = _fill_machines(resources, whole, shares)
-        settle_shares(shares, excess[-1], excess[:-1].sum(0))
-        off = _attention_off(resources, whole, shares, machine_of)
+        excess_pairs = settle_shares(shares, excess[-1], excess[:-1].sum(0))
+        off = float(np.abs(excess_pairs).max() / may_be_off)
         if off < best - 1e-3:
             best, chosen, chosen_machines = off, shares, machine_of
         if off <= _WELL_FILLED:
@@ -125,16 +112,6 @@ def _fill_machines(
     where = partition(values, capacity, unit, resources.off, home, trades=True)
     filled = [np.bincount(where, weights=v, minlength=topology.num_machines) for v in values]
     return where, np.stack(filled) - capacity
-
-
-def _attention_off(
-    resources: Resources, whole: Int[np.ndarray, " n"], fluid: FluidShares, machine_of: Int[np.ndarray, " n"]
-) -> float:
-    """How much a machine's attention is off at most, over what it may be."""
-    topology = resources.problem.topology
-    unit = resources.share[-1] * topology.devices_per_machine
-    held = np.bincount(machine_of, weights=resources.values[-1, whole], minlength=topology.num_machines)
-    return float(np.abs(held + fluid.pairs.sum(0) - unit).max() / (unit * resources.off[-1]))
 
 
 def _cut_lines(problem: BalanceProblem, fluid: FluidShares) -> list[Lines]:
