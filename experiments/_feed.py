@@ -55,7 +55,7 @@ class Planner:
     bags: BagSpec | str | None
     cost: CostModel
     topology: Topology | None = None
-    links: Links = Links()  # noqa: RUF009
+    links: Links = field(default_factory=Links)
     block: int = 128
     padded: bool = True
 

@@ -152,10 +152,10 @@ class Run:
     @property
     def widest_bag(self) -> int:
         """Most devices that share a sequence."""
-        bags = self.settings.bags
+        bags = self.planner.bags
         if bags == "auto":
             return self.planner.num_devices
-        return 1 if bags is None else max(parse_bags(bags).sizes)
+        return max(bags.sizes) if isinstance(bags, BagSpec) else 1
 
     @property
     def training_data(self) -> Data:

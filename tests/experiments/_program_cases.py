@@ -17,6 +17,7 @@ from gin import config as gin_config
 from experiments import _loop, _sampling, train
 from experiments._program import run_program
 from jaxdit.training import TrainProgram
+from tests.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "data" / "tiny.gin"
@@ -139,6 +140,13 @@ def start(program, *args, cache=None):
     return subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+
+
+def start_two(program, *args, cache=None):
+    """The program started in two processes that work together."""
+    address = f"127.0.0.1:{free_port()}"
+    together = ("--coordinator", address, "--num-processes", 2, "--heartbeat", 10)
+    return [start(program, *args, *together, "--process-id", index, cache=cache) for index in range(2)]
 
 
 def rows(workdir):

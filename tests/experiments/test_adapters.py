@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import shutil
-import socket
 
 import jax
 import numpy as np
@@ -27,8 +26,9 @@ from tests.experiments._program_cases import (
     losses,
     programs_shared,
     run,
-    start,
+    start_two,
 )
+from tests.processes import finish_together
 
 CONFIG = MMDiTConfig(
     in_channels=16,
@@ -133,24 +133,8 @@ def test_placement_does_not_matter(base, trained, tmp_path, changes):
 
 def two_processes(*args, cache):
     """Trains in two processes with two devices each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    processes = [
-        start(
-            "train",
-            *args,
-            *("--coordinator", address, "--num-processes", 2, "--process-id", index, "--heartbeat", 10),
-            cache=cache,
-        )
-        for index in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=240)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], errors[0][-3000:]
+    processes = finish_together(start_two("train", *args, cache=cache), timeout=240)
+    assert [process.returncode for process in processes] == [0, 0], processes[0].stderr[-3000:]
 
 
 @pytest.mark.full

@@ -4,7 +4,6 @@ import contextlib
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import textwrap
@@ -31,6 +30,7 @@ from experiments._checkpoint import Checkpoints
 from experiments._config import UserError
 from experiments._disk import check_disk_space, check_writable, size_text
 from experiments._manifest import state_bytes
+from tests.processes import free_port, run_together
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -291,24 +291,12 @@ sys.exit(run_program(main, []))
 
 @pytest.mark.parametrize("failing", ["1", pytest.param("0", marks=pytest.mark.full), "01"])
 def test_two_processes_and_one_that_cannot_write(tmp_path, failing):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(index), port, str(tmp_path), failing],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        results = [process.communicate(timeout=60) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for index, (process, (out, err)) in enumerate(zip(processes, results, strict=True)):
+    port = free_port()
+    processes = run_together(
+        [["-c", PROCESS, index, port, tmp_path, failing] for index in range(2)], timeout=60
+    )
+    for index, process in enumerate(processes):
+        out, err = process.stdout, process.stderr
         reason = "File too large" if str(index) in failing else "another process could not write its part"
         for step, text, last in ((2, out, 1), (4, err, 3)):
             assert f"checkpoint of step {step} could not be written" in text, err

@@ -1,11 +1,10 @@
 """How a program ends when it is one of several processes and the only one that fails."""
 
-import socket
-import subprocess
-import sys
 import time
 
 import pytest
+
+from tests.processes import free_port, run_together
 
 PROCESS = """
 import sys
@@ -31,22 +30,9 @@ sys.exit(run_program(main, []))
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "code"), [("user", 2), ("defect", 1)])
 def test_a_process_that_fails_alone_leaves_and_the_others_end(kind, code):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    started = time.monotonic()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(index), port, kind], stderr=subprocess.PIPE, text=True
-        )
-        for index in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=60)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    port, started = free_port(), time.monotonic()
+    processes = run_together([["-c", PROCESS, index, port, kind] for index in range(2)], timeout=60)
     assert processes[1].returncode == code
     assert processes[0].returncode not in (0, None)
-    assert ("error: only here" if kind == "user" else "KeyError: 'a defect'") in errors[1]
+    assert ("error: only here" if kind == "user" else "KeyError: 'a defect'") in processes[1].stderr
     assert time.monotonic() - started < 45

@@ -2,13 +2,12 @@
 
 import re
 import signal
-import socket
 import time
 
 import numpy as np
 import pytest
 
-from tests.experiments._program_cases import TINY, arrays, bindings, checkpoints, losses, start
+from tests.experiments._program_cases import TINY, arrays, bindings, checkpoints, losses, start, start_two
 
 # Every process compiles and starts anew.
 pytestmark = pytest.mark.full
@@ -120,18 +119,7 @@ def test_terminated(straight, tmp_path, cache):
 
 
 def two_processes(workdir, *args, cache=None):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    return [
-        training(
-            workdir,
-            *args,
-            *("--coordinator", address, "--num-processes", 2, "--process-id", index, "--heartbeat", 10),
-            cache=cache,
-        )
-        for index in range(2)
-    ]
+    return start_two("train", "--config", TINY, "--workdir", workdir, *args, cache=cache)
 
 
 def test_two_processes_do_what_one_does(tmp_path, cache):

@@ -50,8 +50,10 @@ CASES = [
 def draw(config, dtype=np.float32):
     """Random parameters whose values a 16-bit float holds."""
     rng = np.random.default_rng(0)
-    values = lambda leaf: rng.standard_normal(leaf.shape).astype(ml_dtypes.bfloat16).astype(dtype)  # noqa: E731
-    return jax.tree.map(values, abstract_params(config))
+    return jax.tree.map(
+        lambda leaf: rng.standard_normal(leaf.shape).astype(ml_dtypes.bfloat16).astype(dtype),
+        abstract_params(config),
+    )
 
 
 def assert_equal(a, b):

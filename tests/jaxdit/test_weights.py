@@ -26,14 +26,8 @@ from tests.jaxdit._weights_cases import (
     FLUX,
     assert_equal,
     draw,
-    save_cases,
 )
 from tests.oracles_models import dit_names, flux_names
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return save_cases(tmp_path_factory.mktemp("weights"))
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

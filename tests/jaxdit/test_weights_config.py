@@ -20,13 +20,7 @@ from tests.jaxdit._weights_cases import (
     ODD,
     assert_equal,
     draw,
-    save_cases,
 )
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return save_cases(tmp_path_factory.mktemp("weights"))
 
 
 @pytest.mark.parametrize("name", ["flux", "dit"])

@@ -1,44 +1,21 @@
 """Saving with two processes, of which the first, which writes, cannot: both say so, and both go on to the next save."""
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import numpy as np
 
 from jaxdit.models import DiTConfig
 from jaxdit.weights import load_params
+from tests.processes import free_port, run_together
 
 CONFIG = DiTConfig(width=32, depth=3, num_heads=2, patch_size=2, num_classes=5, time_frequency_shift=1)
 
 
 def two_processes(folder):
     """What each process printed, by the name it saved to."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "tests.jaxdit.write_failure_worker", port]
-    processes = [
-        subprocess.Popen(
-            [*command, str(i), str(folder)],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "NPROC": "32"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    try:
-        found = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], [err[-2000:] for _, err in found]
-    return [dict(line.split(" ", 1) for line in out.splitlines()) for out, _ in found]
+    command = ["-m", "tests.jaxdit.write_failure_worker", free_port()]
+    found = run_together([[*command, i, folder] for i in range(2)], timeout=120, env={"NPROC": "32"})
+    assert [process.returncode for process in found] == [0, 0], [x.stderr[-2000:] for x in found]
+    return [dict(line.split(" ", 1) for line in process.stdout.splitlines()) for process in found]
 
 
 def test_a_first_process_that_cannot_write_leaves_nobody_waiting(tmp_path):

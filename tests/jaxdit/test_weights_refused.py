@@ -11,12 +11,7 @@ from jaxdit.weights import (
     load_params,
     save_params,
 )
-from tests.jaxdit._weights_cases import DIT, FLUX, draw, rewrite, save_cases
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return save_cases(tmp_path_factory.mktemp("weights"))
+from tests.jaxdit._weights_cases import DIT, FLUX, draw, rewrite
 
 
 def set_tensor(name, value):

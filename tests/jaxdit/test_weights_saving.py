@@ -12,12 +12,7 @@ from jaxdit.weights import (
     load_params,
     save_params,
 )
-from tests.jaxdit._weights_cases import DIT, assert_equal, draw, save_cases
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return save_cases(tmp_path_factory.mktemp("weights"))
+from tests.jaxdit._weights_cases import DIT, assert_equal, draw
 
 
 def test_what_was_there_stays(tmp_path):

@@ -39,7 +39,8 @@ def main(port: str, process: str, folder: Path) -> None:
             outcome = "saved"
         except (WeightsError, OSError) as error:
             outcome = f"{type(error).__name__}: {error}"
-        print(name, outcome, flush=True)  # noqa: T201
+        sys.stdout.write(f"{name} {outcome}\n")
+        sys.stdout.flush()
 
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     if process == "0":

@@ -1,16 +1,12 @@
 """The same losses and gradients whatever the devices, the plan, the sharding and the processes."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from tests.processes import free_port, run_together
 from tests.training_case import ALL_BAGS, NUM_STEPS, Case, Trace, assert_same_run, shared_capacity
 
 
@@ -75,27 +71,10 @@ def test_micro_batches_weigh_as_one_batch(alone, eight_devices):
 
 
 def test_two_processes(one_device, tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    env = {**os.environ, "NPROC": "32", "JAX_PLATFORMS": "cpu"}
-    root = Path(__file__).parents[2]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.training.two_process_worker", str(port), str(i), str(tmp_path)],
-            cwd=root,
-            env=env,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    try:
-        errors = [worker.communicate(timeout=300)[1] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], errors[0][-2000:]
+    command = ["-m", "tests.training.two_process_worker", free_port()]
+    env = {"NPROC": "32", "JAX_PLATFORMS": "cpu"}
+    workers = run_together([[*command, i, tmp_path] for i in range(2)], timeout=300, env=env)
+    assert [worker.returncode for worker in workers] == [0, 0], workers[0].stderr[-2000:]
     stored = np.load(tmp_path / "trace.npz")
     names = json.loads((tmp_path / "names.json").read_text())
     tree = jax.tree.structure(one_device.gradients)
