@@ -113,15 +113,24 @@ def balanced_attention(
     and the output back in one.
 
     Args:
-        q, k, v: token-layout rows of this device, [text rows; image rows].
+        q, k, v: token-layout rows of this device, [text rows; image rows]; of one shape and dtype.
         layout: from `expand_attention`.
         axis_name: mesh axis, or tuple of axes, of the plan's devices.
-        scale: factor on the logits; d ** -0.5 by default.
+        scale: factor on the logits, a static number; d ** -0.5 by default.
         kernel: block computation of `packed_attention`.
 
     Returns:
         Attention output of the same rows; zero on padding rows.
+
+    Raises:
+        ValueError: if shapes or dtypes differ; and as `packed_attention`.
     """
+    if not q.shape == k.shape == v.shape or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            "balanced_attention: q, k and v have one shape and dtype; got"
+            f" {q.dtype}{list(q.shape)}, {k.dtype}{list(k.shape)} and {v.dtype}{list(v.shape)}."
+            " Repeat heads that are shared, and cast."
+        )
     num_rows, dim = q.shape[0] * q.shape[1], q.shape[2]
     q_rows, k_rows, v_rows = (x.reshape(num_rows, dim) for x in (q, k, v))
     if layout.queries is None:

@@ -9,7 +9,7 @@ The work is the argument `kernel`: plain JAX here, Triton on NVIDIA GPUs, or one
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -137,7 +137,7 @@ def _blocked(q, k, v, segments: PackedSegments):
     """Rows as (blocks, block, d). Padding queries get an id that no key has."""
     q_ids = segments.query_ids.reshape(segments.key_blocks.shape[0], -1)
     k_ids = segments.key_ids.reshape(segments.query_blocks.shape[0], -1)
-    ids = _Ids(jnp.where(q_ids > 0, q_ids, -1), k_ids)
+    ids = _Ids(jnp.where(q_ids > 0, q_ids, -1), jnp.maximum(k_ids, 0))
     k_shape = (*k_ids.shape, k.shape[-1])
     return q.reshape(*q_ids.shape, q.shape[-1]), k.reshape(k_shape), v.reshape(k_shape), ids
 
@@ -176,13 +176,27 @@ def _packed(kernel: PackedKernel, scale: float, segments: PackedSegments, q, k, 
 
 
 def _packed_fwd(kernel, scale, segments, q, k, v):
-    result = kernel.forward(q, k, v, segments, scale)
+    result = _packed(
+        kernel, scale, segments, q, k, v
+    )  # not the kernel, which an outer derivative would enter
     return result, (segments, (q, k, v), result)
 
 
 def _packed_bwd(kernel, scale, saved, cotangent):
     segments, inputs, result = saved
-    return None, *kernel.backward(inputs, result, cotangent, segments, scale)
+    return None, *_gradients(kernel, scale, inputs, result, cotangent, segments)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _gradients(kernel, scale, inputs, result, cotangent, segments):
+    return kernel.backward(inputs, result, cotangent, segments, scale)
+
+
+@_gradients.defjvp
+def _refuse_second_derivatives(*_):
+    raise NotImplementedError(
+        "packed_attention: first derivatives only; got a derivative of its gradient. Write the attention in plain JAX."
+    )
 
 
 _packed.defvjp(_packed_fwd, _packed_bwd)
@@ -200,12 +214,13 @@ def packed_attention(
     """Softmax attention of every query row over the key rows of its segment.
 
     Per device, no communication; computes on the block pairs that `segments` lists and keeps O(rows) memory, in the
-    gradient too (custom VJP that recomputes the weights from `lse`). Both outputs are differentiable.
+    gradient too (custom VJP that recomputes the weights from `lse`). Both outputs are differentiable, once and in
+    reverse mode.
 
     Args:
         q, k, v: rows of one head each; float32 or bfloat16.
         segments: segment ids and block ranges. Every key row of a query's segment must lie in the query block's range.
-        scale: factor on the logits; d ** -0.5 by default.
+        scale: factor on the logits, a static number; d ** -0.5 by default.
         kernel: the computation; by default Triton on CUDA for one dtype, d of 64 or 128 and a positive scale, and plain
             JAX for all else.
 
@@ -213,23 +228,61 @@ def packed_attention(
         Output rows (zero where a query attends to nothing) and float32 log-sum-exp.
 
     Raises:
-        TypeError: for rows that are neither float32 nor bfloat16.
+        TypeError: for rows that are neither float32 nor bfloat16, ids or blocks that are no signed integers, or a
+            scale that is traced or no number.
         ValueError: if rows, ids and blocks disagree.
+        NotImplementedError: for a second derivative.
     """
+    _check_rows(q, k, v)
+    q, k, v, segments = jax.tree.map(jnp.asarray, (q, k, v, segments))  # NumPy's take no traced index
+    _check_segments(q, k, segments)
+    scale = q.shape[-1] ** -0.5 if scale is None else _static_scale(scale)
+    return _packed(kernel or _PlatformKernel(), scale, segments, q, k, v)
+
+
+def _check_rows(q: Any, k: Any, v: Any) -> None:
     if not {q.dtype, k.dtype, v.dtype} <= {jnp.dtype("float32"), jnp.dtype("bfloat16")}:
         raise TypeError(
             "packed_attention: q, k and v must be float32 or bfloat16; got"
             f" {q.dtype}, {k.dtype} and {v.dtype}. Cast them."
         )
+    if q.ndim != 2 or q.shape[1:] != k.shape[1:] or k.shape != v.shape:
+        raise ValueError(
+            "packed_attention: q, k and v are (rows, d) of one d, v with the rows of k; got"
+            f" {q.shape}, {k.shape} and {v.shape}. A row is one token of one head."
+        )
+
+
+def _check_segments(q: Array, k: Array, segments: PackedSegments) -> None:
+    integers = jax.tree.leaves(segments)
+    if not all(jnp.issubdtype(x.dtype, jnp.signedinteger) for x in integers):  # bounds are subtracted
+        raise TypeError(
+            "packed_attention: segment ids and blocks must be signed integers; got"
+            f" {', '.join(x.dtype.name for x in integers)}. Use int32."
+        )
     for name, rows, ids, blocks in (
         ("q", q, segments.query_ids, segments.key_blocks),
         ("k", k, segments.key_ids, segments.query_blocks),
     ):
-        if rows.shape[0] != ids.shape[0] or blocks.shape[0] == 0 or rows.shape[0] % blocks.shape[0]:
+        if ids.shape != rows.shape[:1] or not blocks.shape[0] or rows.shape[0] % blocks.shape[0]:
             raise ValueError(
                 f"packed_attention: {name} has one id a row and whole blocks; got rows={rows.shape[0]},"
                 f" ids={ids.shape[0]}, blocks={blocks.shape[0]}. Pad the rows to a multiple of the block size."
             )
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
-    return _packed(kernel or _PlatformKernel(), scale, segments, q, k, v)
+        if blocks.shape[1:] != (2,):
+            raise ValueError(
+                f"packed_attention: ranges of blocks have shape (blocks, 2); got {blocks.shape} for {name}."
+                " Each is the first block and the one after the last."
+            )
+
+
+def _static_scale(scale: Any) -> float:
+    """A Python number: NumPy's of 64 bits would widen float32 logits under x64, and kernels capture no arrays."""
+    if isinstance(scale, jax.core.Tracer):
+        raise TypeError(
+            "packed_attention: scale must be a static number; got a traced one. Multiply q by it, and give scale=1."
+        )
+    try:
+        return float(scale)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"packed_attention: scale must be a number; got a {type(scale).__name__}.") from error

@@ -14,7 +14,8 @@ class PackedSegments:
     """Which rows attend to which, on one device.
 
     Attributes:
-        query_ids, key_ids: segment of each row; 0 = padding, which attends to nothing and is attended by nothing.
+        query_ids, key_ids: segment of each row; 0 (or less) = padding, which attends to nothing and is attended by
+            nothing.
         key_blocks: for each query block, the half-open range of key blocks that hold its segments.
         query_blocks: for each key block, the half-open range of query blocks that hold its segments.
     """

@@ -64,7 +64,7 @@ class PallasKernel:
             q_ids=_query_ids(segments, tiles.queries),
             k=_padded(_finite(k), tiles.keys),
             v=_padded(_finite(v), tiles.keys),
-            k_ids=_padded(segments.key_ids, tiles.keys),
+            k_ids=_key_ids(segments, tiles.keys),
             k_bias=k_bias,
             tile_bias=k_bias.reshape(-1, tiles.keys).sum(axis=1),
         )
@@ -138,7 +138,7 @@ def _gradient_rows(
         q_ids=_query_ids(segments, query_tile),
         k=_padded(_finite(k), key_tile),
         v=_padded(_finite(v), key_tile),
-        k_ids=_padded(segments.key_ids, key_tile),
+        k_ids=_key_ids(segments, key_tile),
     )
 
 
@@ -155,6 +155,10 @@ def _query_ids(segments: PackedSegments, tile: int) -> Array:
     """Padding queries get an id that no key has."""
     ids = _padded(segments.query_ids, tile)
     return jnp.where(ids > 0, ids, -1)
+
+
+def _key_ids(segments: PackedSegments, tile: int) -> Array:
+    return jnp.maximum(_padded(segments.key_ids, tile), 0)
 
 
 def _by_queries(segments: PackedSegments, query_tile: int, key_tile: int) -> Array:

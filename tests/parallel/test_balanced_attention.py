@@ -1,5 +1,6 @@
 """Balanced attention on up to 8 devices against every sequence attended alone, whatever the plan."""
 
+import inspect
 import re
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -212,3 +213,8 @@ def test_as_a_callable_for_models():
     out, by_hand = both(q, k, v, tables)
     np.testing.assert_array_equal(out, by_hand)
     assert out.shape == q.shape
+    k, v = jnp.asarray(k), jnp.asarray(v)
+    half = k[:, :1]
+    for others, found in (((half, half), "float32\\[.*, 1, "), ((k.astype(jnp.bfloat16), v), "bfloat16")):
+        with pytest.raises(ValueError, match=f"one shape and dtype; got float32.*{found}"):
+            inspect.unwrap(balanced_attention)(jnp.asarray(q), *others, None, axis_name="x")

@@ -1,5 +1,6 @@
 """Packed attention against dense attention in float64: values, log-sum-exp and gradients; segments that do not mix."""
 
+import inspect
 from dataclasses import replace
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from parallel import PackedOutput, packed_attention
+from parallel import PackedOutput, PallasKernel, XlaKernel, packed_attention
 from tests.oracles import attention, close
 from tests.parallel.attention_cases import (
     BF16,
@@ -25,6 +26,8 @@ from tests.parallel.attention_cases import (
 )
 
 RNG = np.random.default_rng(3)
+# As users call it: without the run-time type checker of the tests.
+UNTYPED = inspect.unwrap(packed_attention)
 CASES = {
     "one segment": [ROWS],
     "one row each": [1] * 7,
@@ -174,3 +177,70 @@ def test_rows_ids_and_blocks_must_agree():
         ValueError, match="q has one id a row and whole blocks; got rows=64, ids=64, blocks=3"
     ):
         packed_attention(x, x, x, bad)
+    with pytest.raises(ValueError, match=r"have shape \(blocks, 2\); got \(2, 3\) for k"):
+        UNTYPED(x, x, x, replace(good, query_blocks=jnp.zeros((2, 3), jnp.int32)))
+    for dtype in ("float32", "uint32"):
+        ids = good.query_ids.astype(dtype)
+        with pytest.raises(TypeError, match=f"must be signed integers; got {dtype}, int32, int32, int32"):
+            UNTYPED(x, x, x, replace(good, query_ids=ids))
+
+
+@pytest.mark.parametrize("shape", [(64, 2), (128, 2), (64, 4, 1)])
+def test_rows_of_other_shapes_are_refused(shape):
+    """Also those that have the number of elements wanted."""
+    ids = ids_of([3], rows=64)
+    x, other = jnp.ones((64, 4)), jnp.ones(shape)
+    for q, k, v in ((x, x, other), (x, other, x), (other, x, x)):
+        with pytest.raises(ValueError, match=r"are \(rows, d\) of one d"):
+            UNTYPED(q, k, v, segments_of(ids, ids))
+
+
+def test_arrays_and_numbers_of_numpy():
+    ids = ids_of([3, 20], rows=32)
+    x = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
+    found = UNTYPED(x, x, x, jax.tree.map(np.asarray, segments_of(ids, ids)), scale=np.float64(0.2))
+    close(found.out, attention(x, x, x, ids, ids, 0.2).out, F32)
+
+
+@pytest.mark.parametrize("kernel", [XlaKernel(), PallasKernel(interpret=True)], ids=["xla", "pallas"])
+def test_scales_that_are_arrays_or_of_64_bits(kernel):
+    ids = ids_of([3], rows=32)
+    segments, x = segments_of(ids, ids), jnp.ones((32, 64))
+    with jax.enable_x64(True):
+        for scale in (np.float64(0.2), jnp.float32(0.2)):
+            found = jax.eval_shape(
+                lambda x, scale=scale: UNTYPED(x, x, x, segments, scale=scale, kernel=kernel), x
+            )
+            assert {leaf.dtype.name for leaf in found} == {"float32"}
+
+
+def test_scales_and_derivatives_that_are_refused():
+    ids = ids_of([3], rows=32)
+    segments, x = segments_of(ids, ids), jnp.ones((32, 64))
+
+    def total(q, scale=None, kernel=None):
+        return UNTYPED(q, x, x, segments, scale=scale, kernel=kernel).out.sum()
+
+    with pytest.raises(TypeError, match="must be a static number; got a traced one"):
+        jax.eval_shape(total, x, 0.5)
+    with pytest.raises(TypeError, match="must be a number; got a str"):
+        total(x, "large")
+    for kernel in (None, PallasKernel(interpret=True)):
+        gradient = jax.grad(lambda q, kernel=kernel: total(q, kernel=kernel))
+        with pytest.raises(NotImplementedError, match="packed_attention: first derivatives only"):
+            jax.eval_shape(jax.grad(lambda q, gradient=gradient: gradient(q).sum()), x)
+
+
+@pytest.mark.parametrize("kernel", [XlaKernel(), PallasKernel(interpret=True)], ids=["xla", "pallas"])
+def test_ids_below_zero_are_padding(kernel):
+    ids = ids_of([3, 9, 12], rows=32)
+    ids[ids == 2] = -1
+    padding = ids <= 0
+    q, k, v, d_out, d_lse = draw(32, 32, 64)
+    for x in (q, k, v, d_out, d_lse):
+        x[padding] = np.nan
+    (out, lse), gradients = value_and_gradient(None, kernel)(q, k, v, segments_of(ids, ids), d_out, d_lse)
+    assert np.isneginf(lse[padding]).all()
+    for found in (out, *gradients):
+        assert not found[padding].any()
+        assert np.isfinite(found).all()
