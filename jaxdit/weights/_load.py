@@ -60,7 +60,7 @@ def load_params(
 
     Raises:
         WeightsError: for a file that is no complete checkpoint of this model, or lies beside a config.json of another
-            one; what differs is listed.
+            one; what differs is listed. And for values that are not finite, or that `dtype` cannot hold.
     """
     files, table = _checked(path, config)
     shapes = abstract_params(config)
@@ -103,7 +103,7 @@ class _Target:
     """A parameter being filled: one array a device, updated in place; no second copy of a large one is ever made."""
 
     def __init__(self, shape: tuple[int, ...], sharding: jax.sharding.Sharding, dtype: Any) -> None:
-        self.shape, self.sharding = shape, sharding
+        self.shape, self.sharding, self.dtype = shape, sharding, jnp.dtype(dtype)
         self.boxes = {
             device: [part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True)]
             for device, index in sharding.addressable_devices_indices_map(shape).items()
@@ -153,10 +153,23 @@ def _update(shard: jax.Array, block: jax.Array, start: jax.Array, *, transposed:
     return lax.dynamic_update_slice(shard, values, [start[i] for i in range(shard.ndim)])
 
 
+def _check_range(name: str, block: np.ndarray, files: TensorFiles, dtype: Any) -> None:
+    """Refuse finite values that the dtype would make infinite; most dtypes hold all of each other's."""
+    if jnp.finfo(block.dtype).max <= jnp.finfo(dtype).max:
+        return
+    with np.errstate(over="ignore"):
+        fits = np.isfinite(block.astype(dtype)).all()
+    if not fits:
+        raise WeightsError(
+            f"{files.path}: {name} has values that {dtype.name} cannot hold. Load as float32 or bfloat16."
+        )
+
+
 def _read(piece: Piece, files: TensorFiles, target: _Target) -> None:
     """Copy one piece of a tensor to its place."""
     layer = [] if piece.layer is None else [(piece.layer, piece.layer + 1)]
     for row, block in files.chunks(piece.name, piece.rows):
+        _check_range(piece.name, block, files, target.dtype)
         start = piece.start + row - piece.rows[0]
         rows = (start, start + block.shape[0])
         if block.ndim == 4:  # a convolution (rows, c, p, p); here a patch is (p, p, c)

@@ -16,8 +16,8 @@ from ..models import AdapterPart, LowRankAdapter, MMDiTConfig
 from . import _dit, _flux
 from ._configs import ModelConfig
 from ._files import TensorFiles, WeightsError, open_files
-from ._names import Rule, leaf_at, nested
-from ._save import LayersOnHost
+from ._names import Rule, leaf_at, leaves_of, nested
+from ._save import LayersOnHost, check_finite
 from ._tables import abstract_params
 from ._write import shared_target, write_files
 
@@ -32,6 +32,16 @@ DEFAULT_TARGETS = (
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
 _PREFIX = "transformer."
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether it is a finite positive number; true is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value) and value > 0
+    except OverflowError:  # a whole number that no float holds
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +63,15 @@ class Lora:
     targets: tuple[str, ...] = DEFAULT_TARGETS
 
     def __post_init__(self) -> None:
-        is_number = self.alpha is None or (isinstance(self.alpha, (int, float)) and math.isfinite(self.alpha))
-        if type(self.rank) is not int or not is_number or self.rank < 1 or not self.scale > 0:
+        is_number = self.alpha is None or _is_positive(self.alpha)
+        if type(self.rank) is not int or self.rank < 1 or not is_number or not self.scale > 0:
             raise ValueError(
                 "Lora: rank and alpha must be positive, the rank a whole number; got "
                 f"rank={self.rank!r}, alpha={self.alpha!r}. Try 16 and None."
             )
-        if isinstance(self.targets, str) or not all(isinstance(target, str) for target in self.targets):
+        if not isinstance(self.targets, (list, tuple)) or not all(
+            isinstance(target, str) for target in self.targets
+        ):
             raise ValueError(f"Lora: targets must be a list of texts; got targets={self.targets!r:.100}.")
 
     @property
@@ -108,6 +120,7 @@ def _targets(config: ModelConfig, lora: Lora) -> list[_Target]:
             start += width
         if parts:
             found.append(_Target(rule.path, tuple(parts), tuple(names)))
+    unused = unused if found else set(lora.targets)
     if unused or not found:
         raise WeightsError(
             f"targets must be names of the model's linear layers; got {', '.join(sorted(unused)) or 'none'}. They are"
@@ -167,6 +180,24 @@ def _tensors(config: ModelConfig, lora: Lora) -> Iterator[tuple[str, tuple[int, 
                 yield f"{there}.lora_B.weight", (part.stop - part.start, lora.rank), (*path, "b"), layer
 
 
+def _check_adapters(params: Any, config: ModelConfig, lora: Lora) -> None:
+    """Refuse parameters whose adapters are not those of `lora`: some would be left out, or scaled by another rank.
+
+    Raises:
+        WeightsError: naming the first that differs.
+    """
+    wanted = {}
+    for _, shape, path, _ in _tensors(config, lora):
+        wanted[path] = shape[::-1]
+    found = {path: tuple(leaf.shape[1:]) for path, leaf in leaves_of(params) if "adapter" in path}
+    for path in sorted(found.keys() | wanted.keys()):
+        if found.get(path) != wanted.get(path):
+            raise WeightsError(
+                f"{'.'.join(path)} of the parameters has shape {found.get(path)} a layer, {lora} makes it"
+                f" {wanted.get(path)}."
+            )
+
+
 def save_lora(folder: str | os.PathLike[str], params: Any, config: ModelConfig, lora: Lora) -> None:
     """Save adapters as `pytorch_lora_weights.safetensors`, which diffusers' `load_lora_weights` reads.
 
@@ -180,11 +211,12 @@ def save_lora(folder: str | os.PathLike[str], params: Any, config: ModelConfig, 
         lora: of the adapters.
 
     Raises:
-        WeightsError: for a folder that is not empty, or targets that the model does not have; with several processes,
-            on the others if the first fails.
+        WeightsError: for a folder that is not empty, targets that the model does not have, adapters of another `lora`,
+            or values that are not finite; with several processes, on the others if the first fails.
         OSError: on the process that writes, if the system refuses.
     """
     folder = shared_target(folder)
+    _check_adapters(params, config, lora)
     tensors = list(_tensors(config, lora))
     where = {_PREFIX + name: (path, layer) for name, _, path, layer in tensors}
     sizes = {_PREFIX + name: 4 * int(np.prod(shape)) for name, shape, _, _ in tensors}
@@ -193,7 +225,11 @@ def save_lora(folder: str | os.PathLike[str], params: Any, config: ModelConfig, 
     def fetch(name: str) -> np.ndarray:
         path, layer = where[name]
         values = layers.get(path, layer).T
-        return np.ascontiguousarray(values * np.float32(lora.scale) if path[-1] == "b" else values)
+        if path[-1] == "b":
+            with np.errstate(over="ignore"):  # said below
+                values = values * np.float32(lora.scale)
+        check_finite(name, values)
+        return np.ascontiguousarray(values)
 
     write_files(
         folder,
@@ -252,9 +288,9 @@ def _file_scale(files: TensorFiles, name: str, rank: int) -> float | None:
 
 
 def _checked_alpha(files: TensorFiles, name: str, alpha: Any) -> float:
-    if not isinstance(alpha, (int, float)) or not math.isfinite(alpha) or not alpha > 0:
+    if not _is_positive(alpha):
         raise WeightsError(
-            f"{files.path}: {name} must be a positive number; got {alpha!r}. Save the adapters again."
+            f"{files.path}: {name} must be a positive number; got {alpha!r:.100}. Save the adapters again."
         )
     return float(alpha)
 
@@ -278,7 +314,13 @@ def _header_scale(files: TensorFiles, rank: int) -> float:
             f"{files.path} has adapters with {', '.join(others)}, which are not known here. Merge them where they were"
             " trained, and load the whole model."
         )
-    return _checked_alpha(files, "lora_alpha", found.get("lora_alpha", rank)) / found.get("r", rank)
+    stated = found.get("r", rank)
+    if type(stated) is not int or stated != rank:  # the tensors have it: that was checked
+        raise WeightsError(
+            f"{files.path}: r in its header must be the rank of its tensors, {rank}; got {stated!r:.100}. Save the"
+            " adapters again."
+        )
+    return _checked_alpha(files, "lora_alpha", found.get("lora_alpha", rank)) / rank
 
 
 def merge_lora(params: Any, config: ModelConfig, lora: Lora) -> dict[str, Any]:
@@ -291,7 +333,11 @@ def merge_lora(params: Any, config: ModelConfig, lora: Lora) -> dict[str, Any]:
 
     Returns:
         Nested dicts without adapters; kernels that had one are float32, other leaves are the same arrays.
+
+    Raises:
+        WeightsError: for targets that the model does not have, or adapters of another `lora`.
     """
+    _check_adapters(params, config, lora)
     merged = _without_adapters(params)
     for target in _targets(config, lora):
         module = leaf_at(params, target.path)

@@ -20,7 +20,7 @@ from ._names import Piece, TensorTable, leaf_at
 from ._tables import check_params, table_for, with_positions
 from ._write import shared_target, write_files
 
-__all__ = ["LayersOnHost", "SaveFormat", "named_tensors", "save_params"]
+__all__ = ["LayersOnHost", "SaveFormat", "check_finite", "named_tensors", "save_params"]
 
 _DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 _ORIGINAL_NAMES = {MMDiTConfig: "flux1.safetensors", DiTConfig: "dit.safetensors"}
@@ -77,7 +77,8 @@ def save_params(
 
     Raises:
         WeightsError: for a folder that is not empty, parameters of another model, a model that diffusers cannot
-            express, or values that the dtype cannot hold; with several processes, on the others if the first fails.
+            express, or values that are not finite or that the dtype cannot hold; with several processes, on the others
+            if the first fails.
         OSError: on the process that writes, if the system refuses.
     """
     folder = shared_target(folder)
@@ -151,13 +152,26 @@ def _replicated(leaf: jax.Array) -> Any:
     return jax.jit(lambda x: x, out_shardings=everywhere)(leaf).addressable_data(0)
 
 
+def check_finite(name: str, values: np.ndarray) -> None:
+    """Refuse what could not be loaded again.
+
+    Raises:
+        WeightsError: naming the tensor.
+    """
+    if not np.isfinite(values).all():
+        raise WeightsError(
+            f"{name} has values that are not finite, which no reader takes. Save a step before they were."
+        )
+
+
 def _piece(piece: Piece, layers: LayersOnHost, patch: tuple[int, int] | None, dtype: Any) -> np.ndarray:
     values = layers.get(piece.path, piece.layer)
     columns = slice(piece.start, piece.start + piece.rows[1] - piece.rows[0])
     values = values[columns] if piece.is_table or values.ndim == 1 else values[:, columns].T
     with np.errstate(over="ignore"):  # said below
         rounded = values.astype(dtype)
-    if not np.array_equal(np.isfinite(rounded), np.isfinite(values)):
+    check_finite(piece.name, values)
+    if not np.isfinite(rounded).all():
         raise WeightsError(
             f"{piece.name} has values that {np.dtype(dtype).name} cannot hold. Save as float32 or bfloat16."
         )

@@ -1,5 +1,6 @@
 """Low-rank adapters: what they compute, diffusers' names for them, and their files."""
 
+import inspect
 import json
 
 import jax
@@ -186,6 +187,14 @@ def test_alpha_in_the_header(tmp_path, metadata, scale):
         ('{"transformer.use_rslora": true}', "use_rslora"),
         ('{"transformer.lora_alpha": "many"}', "lora_alpha must be a positive number"),
         ("[", "lora_adapter_metadata cannot be read"),
+        *[
+            (f'{{"r": {rank}, "lora_alpha": 6}}', "r in its header must be the rank of its tensors, 3; got")
+            for rank in ("0", "null", '"3"', "-3", "true", "3.0", "6", "Infinity")
+        ],
+        *[
+            (f'{{"lora_alpha": {alpha}}}', "lora_alpha must be a positive number")
+            for alpha in ("true", "null", "1" + "0" * 400)
+        ],
     ],
 )
 def test_headers_that_are_refused(tmp_path, metadata, message):
@@ -229,12 +238,51 @@ def test_unknown_targets_are_refused(targets):
         with_adapters(CONFIG, Lora(rank=2, targets=targets))
 
 
+def test_default_targets_of_another_model_are_named():
+    with pytest.raises(WeightsError, match="got add_q_proj, to_add_out"):
+        with_adapters(DIT, Lora(rank=2, targets=("to_add_out", "add_q_proj")), make=DiT)
+
+
 @pytest.mark.parametrize(
-    "values", [{"rank": 0}, {"rank": 2, "alpha": 0.0}, {"rank": 2, "alpha": float("nan")}]
+    "lora", [Lora(rank=2, alpha=6.0), Lora(rank=3, alpha=6.0, targets=("to_q",))], ids=["rank", "targets"]
+)
+def test_adapters_of_other_sizes_are_neither_saved_nor_merged(tmp_path, lora):
+    """They would be scaled by a rank that they do not have, or dropped."""
+    _, adapters = with_adapters(CONFIG)
+    for use in (
+        lambda: save_lora(tmp_path / "a", adapters, CONFIG, lora),
+        lambda: merge_lora(adapters, CONFIG, lora),
+    ):
+        with pytest.raises(WeightsError, match=r"adapter.parts.* of the parameters has shape"):
+            use()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", [np.nan, 3e38])
+def test_adapters_that_are_not_finite_are_not_saved(tmp_path, value):
+    """Or are not once alpha is multiplied in."""
+    _, adapters = with_adapters(CONFIG)
+    with pytest.raises(WeightsError, match=r"lora_[AB].weight has values that are not finite"):
+        save_lora(tmp_path / "a", jax.tree.map(lambda x: x * 0 + np.float32(value), adapters), CONFIG, LORA)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rank": 0},
+        {"rank": True},
+        *({"rank": 2, "alpha": alpha} for alpha in (0.0, float("nan"), True, 10**400)),
+    ],
 )
 def test_sizes_are_checked(values):
     with pytest.raises(ValueError, match="rank and alpha must be positive"):
         Lora(**values)
+
+
+@pytest.mark.parametrize("targets", ["to_q", None, (1,)])
+def test_targets_are_a_list_of_texts(targets):
+    with pytest.raises(ValueError, match="targets must be a list of texts"):
+        inspect.unwrap(Lora.__init__)(object.__new__(Lora), rank=2, targets=targets)
 
 
 def test_models_without_a_kind_of_block(tmp_path):

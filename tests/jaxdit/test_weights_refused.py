@@ -114,6 +114,24 @@ def test_values_that_are_not_finite(saved, tmp_path):
         load_params(folder, FLUX)
 
 
+@pytest.mark.parametrize(("host_bytes", "dtype"), [(1 << 25, "float16"), (0, "float16"), (0, "float32")])
+def test_values_that_the_dtype_cannot_hold(saved, tmp_path, monkeypatch, host_bytes, dtype):
+    """Put together on the host, or on devices, where a cast says nothing."""
+    monkeypatch.setattr("jaxdit.weights._load._HOST_BYTES", host_bytes)
+    wide = set_tensor(PROJ, np.full((64, 64), 1e300 if dtype == "float32" else 1e5))
+    folder = rewrite(saved / "flux_diffusers", tmp_path / "a", wide)
+    with pytest.raises(WeightsError, match=f"{PROJ} has values that {dtype} cannot hold"):
+        load_params(folder, FLUX, dtype=dtype)
+
+
+def test_values_that_are_not_finite_are_not_saved(tmp_path):
+    params = draw(FLUX)
+    params["img_in"]["bias"] = params["img_in"]["bias"] * np.nan
+    with pytest.raises(WeightsError, match=r"x_embedder.bias has values that are not finite"):
+        save_params(tmp_path / "a", params, FLUX)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_digest_tells_checkpoints_apart(saved, tmp_path):
     one = checkpoint_digest(saved / "flux_diffusers")
     assert checkpoint_digest(saved / "flux_diffusers") == one
