@@ -10,6 +10,7 @@ from solver._bags import BagSpec, parse_bags
 from solver._balance_assign import assign_to_bags
 from solver._balance_bounds import FLOP_UNIT, lower_bounds, work_of
 from solver._balance_slices import cut_heads, cut_tokens, make_parts
+from solver._check import INT32_MAX, MOST_DEVICES, MOST_HEADS, instance, integer, integers, number
 from solver._cost import CostModel
 from solver._plan import BalancePlan, BalanceProblem
 from solver._plan_measure import plan_from_slices
@@ -18,7 +19,7 @@ from solver._topology import Topology
 
 _FLUX_ON_H100 = CostModel(width=3072, gamma=0.4)
 _H100_LINKS = Links()
-_INT32_MAX = np.iinfo(np.int32).max
+_AS_IT_IS = "Give the number there is."
 
 
 def balance(
@@ -45,14 +46,14 @@ def balance(
     spread evenly over all devices, and (sequence, head) items are placed freely, so that as few rows as can be cross
     machines and devices. Where no balancing or equal bags would take less modelled time, the plan is theirs.
 
-    Stateless, and the same bits on every host: sums are taken
-    in a fixed order, ties go by index.
+    Stateless, and the same bits on every host: sums are taken in a fixed order, ties go by index.
 
     Args:
-        lengths: tokens of each sequence, text and image together; 0 is allowed.
-        home: device of each sequence as the loader left it.
+        lengths: tokens of each sequence, text and image together; 0 is allowed, and no sequence at all.
+        home: device of each sequence as the loader left it, from 0.
         num_devices: devices; a multiple of the bag spec's, each copy of which balances on its own.
-        bags: a bag spec (`g4n8`: eight bags of four devices), or None to leave every sequence whole at home.
+        bags: a bag spec (`g4n8`: eight bags of four devices), "auto" to place sequences and heads freely, or None to
+            leave every sequence whole at home.
         cost: cost model of a transformer block.
         num_heads: attention heads.
         text_lengths: how many tokens of each sequence are text; none when not given.
@@ -65,46 +66,43 @@ def balance(
         Layouts as run-length slices, and what they cost each device.
 
     Raises:
-        TypeError: bags of another type; num_devices or num_heads that is no integer.
+        TypeError: bags, topology, cost or links of another type; num_devices or num_heads that is no integer;
+            max_rows that is no number.
         ValueError: lengths, homes or text lengths that are not integers, of different shapes or out of range;
-            num_devices or num_heads below 1; a topology of another number of devices; a bad bag spec; max_rows that no
-            plan keeps within, or given with bags.
+            num_devices or num_heads below 1 or above 65,536; a topology of another number of devices; a bad bag spec;
+            max_rows below 1 or that no plan keeps within, or given with bags.
+
+    Example:
+        A sequence of 6,000 tokens on the first of four devices, and three short ones; 8 heads of 4 devices each:
+
+        >>> plan = balance([6000, 50, 60, 70], [0, 1, 2, 3], num_devices=4, bags="g4n1", num_heads=8)
+        >>> plan.tokens.tolist()
+        [1545, 1545, 1545, 1545]
+        >>> round(plan.load_max_over_mean, 3)
+        1.0
 
     Reference: KnapFormer, arXiv 2508.06001, sections 3.1-3.2. We also search beyond its greedy assignment,
     and deal heads that a bag's size does not divide.
     """
+    num_devices = integer("balance", "num_devices", num_devices, most=MOST_DEVICES, advice=_AS_IT_IS)
+    num_heads = integer("balance", "num_heads", num_heads, most=MOST_HEADS, advice=_AS_IT_IS)
     topology = _check_topology(num_devices, topology)
-    length_array = _integers("lengths", lengths, _INT32_MAX)
-    home_array = _integers("home", home, num_devices - 1)
-    text_array = np.zeros_like(length_array)
-    if text_lengths is not None:
-        text_array = _integers("text_lengths", text_lengths, _INT32_MAX)
-    _check_sequences(length_array, text_array, home_array)
-    num_heads = _at_least_one("num_heads", num_heads)
-    pairs = num_heads * float(np.sum(np.square(length_array, dtype=np.float64)))
-    if pairs >= 2.0**62:
-        raise ValueError(
-            f"balance: num_heads * sum of lengths^2 below 2^62, which int64 holds; got {pairs:.3g}. "
-            "Check the lengths: attention would never end."
-        )
-    problem = BalanceProblem(length_array, text_array, home_array, num_heads, topology, cost)
+    instance("balance", "cost", cost, CostModel, advice="Write CostModel(width, gamma).")
+    instance("balance", "links", links, Links, advice="Write Links(), or give its speeds.")
+    max_rows = _check_max_rows(max_rows, bags)
+    spec = None if bags is None or bags == "auto" else _check_bags(bags, num_devices)
+    problem = BalanceProblem(*_check_sequences(lengths, text_lengths, home, topology), num_heads, topology, cost)
+    _check_work(problem)
     if bags != "auto":
-        if max_rows is not None:
-            raise ValueError(
-                f"balance: max_rows goes with bags='auto'; got max_rows={max_rows} and bags={bags!r}. Bags hold about"
-                " the mean on every device."
-            )
-        return _plan_with_bags(problem, bags)
-    if max_rows is not None and not max_rows >= 1:
-        raise ValueError(f"balance: max_rows >= 1, the mean; got max_rows={max_rows}. 1.5 suits most mixes.")
+        return _plan_with_bags(problem, spec)
     from solver._auto import auto_plan  # loads Numba where there is one, half a second
 
     return auto_plan(problem, links, max_rows, partial(_plan_with_bags, problem))
 
 
-def _plan_with_bags(problem: BalanceProblem, bags: str | BagSpec | None) -> BalancePlan:
+def _plan_with_bags(problem: BalanceProblem, bags: BagSpec | None) -> BalancePlan:
     num_devices = problem.topology.num_devices
-    spec = BagSpec(((1, num_devices),)) if bags is None else _check_bags(bags)
+    spec = BagSpec(((1, num_devices),)) if bags is None else bags
     layout = spec.layout(num_devices)
     work = work_of(problem)
     bounds = lower_bounds(problem, layout, work)
@@ -121,20 +119,20 @@ def _plan_with_bags(problem: BalanceProblem, bags: str | BagSpec | None) -> Bala
     )
 
 
-def _check_bags(bags: str | BagSpec) -> BagSpec:
-    if isinstance(bags, BagSpec):
-        return bags
-    if not isinstance(bags, str):
+def _check_bags(bags: str | BagSpec, num_devices: int) -> BagSpec:
+    if not isinstance(bags, (str, BagSpec)):
         raise TypeError(
-            f"balance: bags is a string, a BagSpec or None; got {type(bags).__name__}. Write 'g8n4'."
+            f"balance: bags is a string, a BagSpec or None; got {type(bags).__name__}. Write 'g8n4' or 'auto'."
         )
-    return parse_bags(bags)
+    spec = parse_bags(bags) if isinstance(bags, str) else bags
+    spec.layout(num_devices)
+    return spec
 
 
 def _check_topology(num_devices: int, topology: Topology | None) -> Topology:
-    _at_least_one("num_devices", num_devices)
     if topology is None:
         return Topology(1, num_devices)
+    instance("balance", "topology", topology, Topology, advice="Write Topology(machines, devices in each).")
     if topology.num_devices != num_devices:
         raise ValueError(
             f"balance: topology has num_devices devices; got {topology.num_machines} machines of "
@@ -143,44 +141,52 @@ def _check_topology(num_devices: int, topology: Topology | None) -> Topology:
     return topology
 
 
-def _at_least_one(name: str, value: int) -> int:
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-        raise TypeError(
-            f"balance: {name} is an integer; got {type(value).__name__}. Give the number there is."
-        )
-    if value < 1:
-        raise ValueError(f"balance: {name} >= 1; got {name}={value}. Give the number there is.")
-    return int(value)
-
-
 def _check_sequences(
-    lengths: Int[np.ndarray, " n"], text_lengths: Int[np.ndarray, " m"], home: Int[np.ndarray, " k"]
-) -> None:
-    if not len(lengths) == len(home) == len(text_lengths):
+    lengths: ArrayLike, text_lengths: ArrayLike | None, home: ArrayLike, topology: Topology
+) -> Int[np.ndarray, "3 n"]:
+    """Lengths, text lengths and homes."""
+    tokens = "Lengths count tokens; 0 is allowed."
+    num_devices = topology.num_devices
+    length = integers("balance", "lengths", lengths, most=INT32_MAX, advice=tokens)
+    places = f"Devices are numbered from 0; num_devices={num_devices}."
+    device = integers("balance", "home", home, most=num_devices - 1, advice=places)
+    text = np.zeros_like(length)
+    if text_lengths is not None:
+        text = integers("balance", "text_lengths", text_lengths, most=INT32_MAX, advice=tokens)
+    if not len(length) == len(device) == len(text):
         raise ValueError(
             "balance: one home and one text length for every length; got shapes "
-            f"lengths={lengths.shape}, home={home.shape}, text_lengths={text_lengths.shape}."
+            f"lengths={length.shape}, home={device.shape}, text_lengths={text.shape}. "
+            "Entry i of each belongs to sequence i."
         )
-    above = np.flatnonzero(text_lengths > lengths)
+    above = np.flatnonzero(text > length)
     if len(above):
         raise ValueError(
-            f"balance: text_lengths <= lengths; got text_lengths={text_lengths[above[0]]} of "
-            f"lengths={lengths[above[0]]} at sequence {above[0]}. lengths counts text and image tokens."
+            f"balance: text_lengths <= lengths; got text_lengths={text[above[0]]} of "
+            f"lengths={length[above[0]]} at sequence {above[0]}. lengths counts text and image tokens."
+        )
+    return np.stack([length, text, device])
+
+
+def _check_work(problem: BalanceProblem) -> None:
+    pairs = problem.num_heads * float(np.sum(np.square(problem.lengths, dtype=np.float64)))
+    if pairs >= 2.0**62:
+        raise ValueError(
+            f"balance: num_heads * sum of lengths^2 below 2^62, which int64 holds; got {pairs:.3g}, the longest of "
+            f"{problem.lengths.max()} tokens at sequence {problem.lengths.argmax()}. "
+            "Check the lengths: attention would never end."
         )
 
 
-def _integers(name: str, values: ArrayLike, most: int) -> Int[np.ndarray, " n"]:
-    array = np.asarray(values)
-    if array.ndim != 1:
+def _check_max_rows(max_rows: float | None, bags: str | BagSpec | None) -> float | None:
+    if max_rows is None:
+        return None
+    if bags != "auto":
         raise ValueError(
-            f"balance: {name} is one-dimensional; got shape {array.shape}. One entry per sequence."
+            f"balance: max_rows goes with bags='auto'; got max_rows={max_rows} and bags={bags!r}. Bags hold about"
+            " the mean on every device."
         )
-    if array.size and array.dtype.kind not in "iu":
-        raise ValueError(
-            f"balance: {name} are integers; got dtype={array.dtype}. Convert them, rounding as you mean."
-        )
-    array = array.astype(np.int64)
-    bad = np.flatnonzero((array < 0) | (array > most))
-    if len(bad):
-        raise ValueError(f"balance: {name} in 0..{most}; got {name}={array[bad[0]]} at sequence {bad[0]}.")
-    return array
+    most = number("balance", "max_rows", max_rows, advice="1.5 suits most mixes; None sets no limit.")
+    if not most >= 1:
+        raise ValueError(f"balance: max_rows >= 1, the mean; got max_rows={max_rows}. 1.5 suits most mixes.")
+    return most

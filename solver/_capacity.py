@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from solver._check import INT32_MAX, instance
 from solver._layout import StepLayout
 from solver._routes import Intervals, Route, round_of_pair
 
@@ -47,6 +48,9 @@ class StepCapacity:
     """Sizes of a step's arrays on one device (`sequences`: of the whole step).
 
     Attributes:
+        num_devices: devices of the plans.
+        num_heads: attention heads of the plans.
+        block: attention block size in rows.
         sequences: rows of per-sequence tables.
         device_sequences: sequences of which a device holds tokens in token layout.
         home_text, home_image: tokens in home layout.
@@ -56,9 +60,11 @@ class StepCapacity:
         text_route, image_route: home to token layout.
         key_route: token to attention layout; moves q, k and v unless `query_route` exists.
         query_route: the queries' and outputs' own route, in programs that can run divided items.
-        block: attention block size in rows.
     """
 
+    num_devices: int
+    num_heads: int
+    block: int
     sequences: int
     device_sequences: int
     home_text: int
@@ -72,19 +78,23 @@ class StepCapacity:
     image_route: RouteCapacity
     key_route: RouteCapacity
     query_route: RouteCapacity | None
-    block: int
 
     def fits(self, needs: "StepCapacity") -> bool:
-        """Whether a step with these needs runs in a program of this capacity."""
+        """Whether a step with these needs runs in a program of this capacity.
+
+        Raises:
+            ValueError: as `grown`.
+        """
         return self.grown(needs) == self
 
     def grown(self, needs: "StepCapacity") -> "StepCapacity":
         """The smallest bucketed capacity that holds both; `self` if the needs fit already.
 
         Raises:
-            ValueError: if no program can hold both: block sizes differ, or only one is padded.
+            ValueError: if no program can hold both: numbers of devices or heads or block sizes differ, or only one
+                is padded.
         """
-        _check_same_program("StepCapacity.grown", self, needs)
+        check_same_program("StepCapacity.grown", self, needs)
         return _merge(with_queries_of(self, needs), with_queries_of(needs, self))
 
 
@@ -99,6 +109,9 @@ _HEADROOM = {
     "copies": 1.0,
 }
 _DEFAULT_HEADROOM = 1.2
+# What a program has one of; everything else grows.
+_FIXED = ("num_devices", "num_heads", "block")
+_STREAMS = ("home_text", "home_image", "text", "image")
 _ALIGNMENT = {"text": TOKEN_ALIGNMENT, "image": TOKEN_ALIGNMENT}
 
 
@@ -145,7 +158,7 @@ def _with_headroom(needs: _Sizes) -> _Sizes:
             changes[field.name] = _with_headroom(value)
         elif isinstance(value, tuple):
             changes[field.name] = _merge_rounds((0,) * len(value), value)
-        elif value is not None and field.name != "block":
+        elif value is not None and field.name not in _FIXED:
             changes[field.name] = _bucketed(field.name, value, needs)
     return dataclasses.replace(needs, **changes)
 
@@ -157,40 +170,77 @@ def with_queries_of(sizes: StepCapacity, other: StepCapacity) -> StepCapacity:
     return sizes
 
 
-def _check_same_program(caller: str, a: StepCapacity, b: StepCapacity) -> None:
-    """Sizes that no program can share however much it grows."""
-    if a.block != b.block:
-        raise ValueError(
-            f"{caller}: capacities of one program have one attention block size;"
-            f" got block={a.block} and block={b.block}. Make both layouts with the same block."
-        )
+def check_same_program(caller: str, a: StepCapacity, b: StepCapacity) -> None:
+    """Refuse sizes that no program can share however much it grows."""
+    for name, rule, advice in (
+        ("num_devices", "are for as many devices", "A plan for other devices needs a capacity of its own."),
+        ("num_heads", "have one number of heads", "Balance all steps with the model's heads."),
+        ("block", "have one attention block size", "Make both layouts with the same block."),
+    ):
+        have, want = getattr(a, name), getattr(b, name)
+        if have != want:
+            raise ValueError(
+                f"{caller}: capacities of one program {rule}; got {name}={have} and {name}={want}. {advice}"
+            )
     if len(a.key_route.rounds) != len(b.key_route.rounds):
         raise ValueError(
-            f"{caller}: capacities of one program are for as many devices and all padded or none;"
+            f"{caller}: capacities of one program are all padded or none;"
             f" got num_rounds={len(a.key_route.rounds)} and num_rounds={len(b.key_route.rounds)}."
             " Give step_needs the same padded= for every step."
         )
 
 
 def _bucketed(name: str, want: int, owner: Any) -> int:
+    if not want and name in _STREAMS:
+        return 0  # a stream that no step has takes no rows
     alignment = owner.block if name in ("query_rows", "key_rows") else _ALIGNMENT.get(name, 1)
     return bucket(want, headroom=_HEADROOM.get(name, _DEFAULT_HEADROOM), alignment=alignment)
 
 
 def capacity_for(needs: Iterable[StepCapacity]) -> StepCapacity:
-    """The bucketed capacity that holds all of the given needs, with headroom.
+    """The bucketed capacity that holds all of the given needs, with headroom; the same on every process.
+
+    A stream (text or image) of which no step has a token gets no rows.
+
+    Args:
+        needs: `step_needs` of the steps that one program is to run.
 
     Raises:
-        ValueError: if `needs` is empty, or no program can hold them all (block sizes or device counts differ).
+        TypeError: if `needs` are not `StepCapacity`.
+        ValueError: if `needs` is empty, or no program can hold them all (numbers of devices or heads or block sizes
+            differ).
+
+    Example:
+        >>> from solver import StepLayout, balance
+        >>> lengths_of_steps = [100, 20, 7], [90, 40, 50]
+        >>> plans = [balance(n, [0, 1, 1], num_devices=2, bags="g2n1", num_heads=4) for n in lengths_of_steps]
+        >>> needs = [step_needs(StepLayout(plan, block=64)) for plan in plans]
+        >>> [n.image for n in needs], [n.home_image for n in needs], [n.text for n in needs]
+        ([64, 90], [100, 90], [0, 0])
+        >>> capacity = capacity_for(needs)
+        >>> capacity.image, capacity.home_image, capacity.text
+        (96, 120, 0)
+        >>> all(capacity.fits(n) for n in needs)
+        True
     """
-    needs = list(needs)
+    needs = _listed(needs)
     if not needs:
         raise ValueError("capacity_for: needs at least one step to size a program for; got none.")
     largest = needs[0]
     for other in needs[1:]:
-        _check_same_program("capacity_for", largest, other)
+        check_same_program("capacity_for", largest, other)
         largest = _largest(with_queries_of(largest, other), with_queries_of(other, largest))
     return _with_headroom(largest)
+
+
+def _listed(needs: Any) -> list[StepCapacity]:
+    advice = "Give a list of step_needs(layout)."
+    if isinstance(needs, StepCapacity) or not isinstance(needs, Iterable):
+        raise TypeError(f"capacity_for: needs are one for each step; got {type(needs).__name__}. {advice}")
+    needs = list(needs)
+    for one in needs:
+        instance("capacity_for", "every one of needs", one, StepCapacity, advice=advice)
+    return needs
 
 
 def _largest(a: Any, b: Any) -> Any:
@@ -229,6 +279,28 @@ def route_needs(route: Route, *, padded: bool) -> RouteCapacity:
     )
 
 
+def rows_by_device(layout: StepLayout) -> dict[str, NDArray[np.int64]]:
+    """For each size that is a device's own: what every device needs."""
+    num_devices = layout.plan.num_devices
+
+    def count(device: NDArray[np.integer]) -> NDArray[np.int64]:
+        return np.bincount(device, minlength=num_devices)
+
+    def tokens(intervals: Intervals) -> NDArray[np.int64]:
+        return np.bincount(intervals.device, weights=intervals.length, minlength=num_devices).astype(np.int64)
+
+    return {
+        "device_sequences": count(layout.present[:, 0]),
+        "home_text": tokens(layout.home_text),
+        "home_image": tokens(layout.home_image),
+        "text": tokens(layout.text),
+        "image": tokens(layout.image),
+        "query_rows": layout.query_placement.rows_per_device,
+        "key_rows": layout.key_placement.rows_per_device,
+        "items": count(layout.plan.head_slices[:, 5]),
+    }
+
+
 def step_needs(layout: StepLayout, *, padded: bool = True) -> StepCapacity:
     """Exact needs of one step's layout: what a program must hold to run it.
 
@@ -236,26 +308,28 @@ def step_needs(layout: StepLayout, *, padded: bool = True) -> StepCapacity:
         layout: the step's layouts.
         padded: whether the program must run on a platform without a ragged collective (CPU), where exchanges have
             rounds of static size. Without it, plans that differ only in who talks to whom share a program.
+
+    Raises:
+        TypeError: a layout of another type.
+        ValueError: if a device would hold more rows than int32 counts.
     """
-
-    def tokens(intervals: Intervals) -> int:
-        per_device = np.bincount(intervals.device, weights=intervals.length, minlength=1)
-        return int(per_device.max(initial=0))
-
-    device = layout.plan.head_slices[:, 5]
+    instance("step_needs", "layout", layout, StepLayout, advice="Make one with StepLayout(plan, block).")
+    largest = {name: int(sizes.max(initial=0)) for name, sizes in rows_by_device(layout).items()}
+    num_heads = layout.plan.num_heads
+    most = max(largest["query_rows"], largest["key_rows"], (largest["text"] + largest["image"]) * num_heads)
+    if most > INT32_MAX:
+        raise ValueError(
+            f"step_needs: a device has at most {INT32_MAX} (token, head) rows; got {most}."
+            " Use more devices, or shorter sequences."
+        )
     return StepCapacity(
+        num_devices=layout.plan.num_devices,
+        num_heads=num_heads,
+        block=layout.block,
         sequences=len(layout.plan.lengths),
-        device_sequences=int(np.bincount(layout.present[:, 0], minlength=1).max(initial=0)),
-        home_text=tokens(layout.home_text),
-        home_image=tokens(layout.home_image),
-        text=tokens(layout.text),
-        image=tokens(layout.image),
-        query_rows=int(layout.query_placement.rows_per_device.max(initial=0)),
-        key_rows=int(layout.key_placement.rows_per_device.max(initial=0)),
-        items=int(np.bincount(device, minlength=1).max(initial=0)),
+        **largest,
         text_route=route_needs(layout.text_route, padded=padded),
         image_route=route_needs(layout.image_route, padded=padded),
         key_route=route_needs(layout.key_route, padded=padded),
         query_route=route_needs(layout.query_route, padded=padded) if layout.splits_items else None,
-        block=layout.block,
     )

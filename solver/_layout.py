@@ -7,10 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from solver._attention_layout import ROUND, Placement, block_ranges, copy_numbers, place_rows
+from solver._check import instance, integer
 from solver._plan import BalancePlan
 from solver._routes import HeadItems, Intervals, Route, head_route, pack_intervals, token_route
 
 Int = NDArray[np.int64]
+
+# A block's logits are block x block.
+_LARGEST_BLOCK = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -24,24 +28,43 @@ class StepLayout:
     The derived fields are computed once, on first use. Text and image streams are separate in home and token layout;
     the attention layout has one region of rows for queries and one for keys, the same one unless the plan splits
     items by query range (`splits_items`).
+
+    Raises:
+        TypeError: a plan of another type, a block that is no integer.
+        ValueError: a block below 8, above 32,768 or no multiple of 8.
+
+    Example:
+        >>> from solver import balance
+        >>> plan = balance([100, 20], [0, 1], num_devices=2, bags="g2n1", num_heads=2)
+        >>> layout = StepLayout(plan, block=64)
+        >>> layout.home_image.length.tolist(), layout.image.length.tolist()
+        ([100, 20], [50, 10, 50, 10])
+        >>> layout.key_placement.rows_per_device.tolist()  # a head of each: 100 rows in two blocks, 20 in one
+        [192, 192]
     """
 
     plan: BalancePlan
     block: int
 
     def __post_init__(self) -> None:
-        if self.block < ROUND or self.block % ROUND:
+        advice = f"Rows are placed in blocks of a multiple of {ROUND}; try 128."
+        instance("StepLayout", "plan", self.plan, BalancePlan, advice="Make one with balance.")
+        block = integer("StepLayout", "block", self.block, least=ROUND, most=_LARGEST_BLOCK, advice=advice)
+        if block % ROUND:
             raise ValueError(
-                f"StepLayout: block is a positive multiple of {ROUND}; got block={self.block}."
-                f" Use {-(-max(self.block, 1) // ROUND) * ROUND}."
+                f"StepLayout: block is a multiple of {ROUND}; got block={block}."
+                f" Use {-(-block // ROUND) * ROUND}."
             )
+        object.__setattr__(self, "block", block)
 
     @cached_property
     def text_lengths(self) -> Int:
+        """Text tokens of each sequence."""
         return np.asarray(self.plan.text_lengths, np.int64)
 
     @cached_property
     def image_lengths(self) -> Int:
+        """Image tokens of each sequence."""
         return np.asarray(self.plan.lengths, np.int64) - self.text_lengths
 
     def _home(self, lengths: Int) -> Intervals:
@@ -51,14 +74,17 @@ class StepLayout:
 
     @cached_property
     def home_text(self) -> Intervals:
+        """Where the loader left text tokens: whole sequences by number."""
         return self._home(self.text_lengths)
 
     @cached_property
     def home_image(self) -> Intervals:
+        """Where the loader left image tokens."""
         return self._home(self.image_lengths)
 
     @cached_property
     def text(self) -> Intervals:
+        """Text tokens in token layout, positions counted within the text."""
         sequence, start, stop, device = np.asarray(self.plan.token_slices, np.int64).T
         text = self.text_lengths[sequence]
         return pack_intervals(
@@ -67,6 +93,7 @@ class StepLayout:
 
     @cached_property
     def image(self) -> Intervals:
+        """Image tokens in token layout, positions counted within the image."""
         sequence, start, stop, device = np.asarray(self.plan.token_slices, np.int64).T
         text = self.text_lengths[sequence]
         return pack_intervals(
@@ -99,10 +126,12 @@ class StepLayout:
 
     @cached_property
     def key_placement(self) -> Placement:
+        """Rows of keys and values in attention layout."""
         return self._place(np.asarray(self.plan.lengths, np.int64)[self._head_slices[:, 0]])
 
     @cached_property
     def query_placement(self) -> Placement:
+        """Rows of queries in attention layout."""
         if not self.splits_items:
             return self.key_placement
         return self._place(self._head_slices[:, 4] - self._head_slices[:, 3])
@@ -123,10 +152,12 @@ class StepLayout:
 
     @cached_property
     def text_route(self) -> Route:
+        """The move of text tokens from home to token layout."""
         return self._token_route(self.home_text, self.text)
 
     @cached_property
     def image_route(self) -> Route:
+        """The move of image tokens from home to token layout."""
         return self._token_route(self.home_image, self.image)
 
     def _token_route(self, home: Intervals, token: Intervals) -> Route:
@@ -144,10 +175,12 @@ class StepLayout:
 
     @cached_property
     def key_route(self) -> Route:
+        """The move of keys and values (and of queries, unless items are divided) from token to attention layout."""
         return self._head_route(keys=True)
 
     @cached_property
     def query_route(self) -> Route:
+        """The move of queries from token to attention layout."""
         return self._head_route(keys=False) if self.splits_items else self.key_route
 
     @cached_property

@@ -3,8 +3,9 @@
 import numpy as np
 from jaxtyping import Float, Int
 
+from solver._check import instance
 from solver._plan import BalancePlan, BalanceProblem
-from solver._plan_measure import plan_from_slices
+from solver._plan_measure import check_slices, plan_from_slices
 
 
 def validate_plan(plan: BalancePlan) -> None:
@@ -17,14 +18,22 @@ def validate_plan(plan: BalancePlan) -> None:
         plan: the plan to check.
 
     Raises:
+        TypeError: no plan.
         ValueError: the first rule that is broken, with the sequence or device.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from solver import balance
+        >>> plan = balance([30, 12], [0, 1], num_devices=2, bags="g2n1", num_heads=2)
+        >>> validate_plan(plan)
+        >>> validate_plan(replace(plan, token_slices=plan.token_slices[1:]))
+        Traceback (most recent call last):
+        ValueError: validate_plan: token slices cover every token exactly once; sequence 0 is not covered so.
     """
+    instance("validate_plan", "plan", plan, BalancePlan, advice="Make one with balance or plan_from_slices.")
+    check_slices("validate_plan", plan, plan.token_slices, plan.head_slices)
     _check_sorted("token_slices", plan.token_slices[:, [3, 0, 1]])
     _check_sorted("head_slices", plan.head_slices[:, [5, 0, 1, 3]])
-    _check_range("token_slices sequence", plan.token_slices[:, 0], len(plan.lengths))
-    _check_range("head_slices sequence", plan.head_slices[:, 0], len(plan.lengths))
-    _check_range("token_slices device", plan.token_slices[:, 3], plan.num_devices)
-    _check_range("head_slices device", plan.head_slices[:, 5], plan.num_devices)
     _check_tokens(plan)
     _check_heads(plan)
     _check_figures(plan)
@@ -34,12 +43,6 @@ def _check_sorted(name: str, keys: Int[np.ndarray, "slices keys"]) -> None:
     order = np.lexsort(keys.T[::-1])
     if not np.array_equal(order, np.arange(len(keys))):
         raise ValueError(f"validate_plan: {name} sorted by device, sequence, start; they are not. Sort them.")
-
-
-def _check_range(name: str, values: Int[np.ndarray, " slices"], stop: int) -> None:
-    bad = values[(values < 0) | (values >= stop)]
-    if len(bad):
-        raise ValueError(f"validate_plan: {name} in [0, {stop}); got {bad[0]}.")
 
 
 def _check_tokens(plan: BalancePlan) -> None:

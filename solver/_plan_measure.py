@@ -2,6 +2,7 @@
 
 import numpy as np
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 
 from solver._plan import BalancePlan, BalanceProblem
 
@@ -13,18 +14,37 @@ def plan_from_slices(
     *,
     lower_bounds: tuple[float, float],
 ) -> BalancePlan:
-    """Make a plan from its layouts: measures every device.
+    """Make a plan from its layouts: measures every device; global, on the host.
 
     Args:
         problem: what the layouts are for.
-        token_slices: token layout, rows sorted by device, sequence, start.
-        head_slices: attention layout, rows sorted by device, sequence, head_start, query_start.
+        token_slices: token layout, rows (sequence, start, stop, device) sorted by device, sequence, start.
+        head_slices: attention layout, rows (sequence, head_start, head_stop, query_start, query_stop, device) sorted by
+            device, sequence, head_start, query_start.
         lower_bounds: seconds below which no plan under the same rules has its load and its static-shape step.
 
     Returns:
-        The plan. It is not checked: `validate_plan` does.
+        The plan. That its slices cover the step is not checked: `validate_plan` does.
+
+    Raises:
+        ValueError: slices that are no integers, of another number of columns, or of sequences or devices that are not
+            there.
+
+    Example:
+        Two tokens on device 0 whose only head is attended on device 1:
+
+        >>> from solver import CostModel, Topology, validate_plan
+        >>> lengths = np.array([2])
+        >>> problem = BalanceProblem(lengths, 0 * lengths, 0 * lengths, 1, Topology(1, 2), CostModel(64, 0.4))
+        >>> plan = plan_from_slices(
+        ...     problem, np.array([[0, 0, 2, 0]]), np.array([[0, 0, 1, 0, 2, 1]]), lower_bounds=(0.0, 0.0)
+        ... )
+        >>> validate_plan(plan)
+        >>> plan.tokens.tolist(), plan.rows_sent.tolist()
+        ([2, 0], [2, 0])
     """
     num_devices = problem.topology.num_devices
+    check_slices("plan_from_slices", problem, token_slices, head_slices)
     token_columns, head_columns = _columns(token_slices), _columns(head_slices)
     sequence, start, stop, device = token_columns
     text = problem.text_lengths[sequence]
@@ -52,6 +72,25 @@ def plan_from_slices(
         load_lower_bound=lower_bounds[0],
         step_lower_bound=lower_bounds[1],
     )
+
+
+def check_slices(
+    caller: str, problem: BalanceProblem | BalancePlan, token_slices: NDArray, head_slices: NDArray
+) -> None:
+    """Refuse slices that are no tables, or name sequences or devices that are not there."""
+    num_devices, num_sequences = problem.topology.num_devices, len(problem.lengths)
+    for name, table, columns in (("token_slices", token_slices, 4), ("head_slices", head_slices, 6)):
+        if table.dtype.kind not in "iu" or table.ndim != 2 or table.shape[1] != columns:
+            raise ValueError(
+                f"{caller}: {name} is a table of {columns} integers a row; got {table.dtype} of shape {table.shape}."
+                f" Without any slice it has shape (0, {columns})."
+            )
+        for column, values, stop in (("sequence", table[:, 0], num_sequences), ("device", table[:, -1], num_devices)):
+            bad = values[(values < 0) | (values >= stop)]
+            if len(bad):
+                raise ValueError(
+                    f"{caller}: {name} {column} in [0, {stop}); got {bad[0]}. Both are counted from 0."
+                )
 
 
 def _attention_work(

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from solver._check import number
 from solver._cost import CostModel
 from solver._plan import BalancePlan
 
@@ -46,6 +47,7 @@ class Links:
         element_bytes: of an element of q, k, v and o.
 
     Raises:
+        TypeError: for a speed that is no number.
         ValueError: for a speed that is not positive and finite.
     """
 
@@ -55,12 +57,11 @@ class Links:
     element_bytes: int = 2
 
     def __post_init__(self) -> None:
+        advice = "Give what the machine does."
         for name in ("flops_per_s", "inside_bytes_per_s", "across_bytes_per_s", "element_bytes"):
-            value = getattr(self, name)
+            value = number("Links", name, getattr(self, name), advice=advice)
             if not (math.isfinite(value) and value > 0):
-                raise ValueError(
-                    f"Links: {name} finite and > 0; got {name}={value}. Give what the machine does."
-                )
+                raise ValueError(f"Links: {name} finite and > 0; got {name}={value}. {advice}")
 
     def step_seconds(self, plan: BalancePlan) -> StepSeconds:
         """Modelled time of a block under a plan."""

@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from solver._capacity import RouteCapacity, StepCapacity, step_needs, with_queries_of
+from solver._capacity import (
+    RouteCapacity,
+    StepCapacity,
+    check_same_program,
+    rows_by_device,
+    step_needs,
+    with_queries_of,
+)
+from solver._check import instance, integers
 from solver._layout import StepLayout
 from solver._routes import Route, round_of_pair
 
@@ -111,13 +119,37 @@ def exchange_tables(
 def step_tables(
     layout: StepLayout, capacity: StepCapacity, devices: Sequence[int] | None = None
 ) -> StepTables:
-    """The tables of a step for `devices` (all by default), padded to `capacity`.
+    """The tables of a step, padded to `capacity`; on the host.
+
+    Args:
+        layout: the step's layouts.
+        capacity: sizes that the program was compiled for.
+        devices: devices to make tables for, in the order of the mesh (those of this process); all by default.
 
     Raises:
-        ValueError: if the layout does not fit the capacity; the message names the first size that is too small.
+        TypeError: a layout or a capacity of another type.
+        ValueError: if the layout does not fit the capacity: the message names the first size that is too small, what
+            the step needs, and of which device and sequence; or for devices that the plan has not.
+
+    Example:
+        >>> from solver import StepLayout, balance, capacity_for, step_needs, step_tables
+        >>> plan = balance([100, 20], [0, 1], num_devices=2, bags="g2n1", num_heads=2)
+        >>> layout = StepLayout(plan, block=64)
+        >>> capacity = capacity_for([step_needs(layout)])
+        >>> tables = step_tables(layout, capacity)
+        >>> tables.keys.peers[:, 0].tolist()  # half of the tokens' rows, 50 + 10 of one head, go to the other device
+        [[0, 60], [60, 0]]
+        >>> tables.key_items[0, :2, 5:].tolist()  # device 0: one head of 100 rows, one of 20
+        [[1, 100], [1, 20]]
     """
+    instance("step_tables", "layout", layout, StepLayout, advice="Make one with StepLayout(plan, block).")
+    instance("step_tables", "capacity", capacity, StepCapacity, advice="Make one with capacity_for.")
     _check_fits(layout, capacity)
-    wanted = np.asarray(range(layout.plan.num_devices) if devices is None else devices, np.int64)
+    num_devices = layout.plan.num_devices
+    wanted = np.arange(num_devices)
+    if devices is not None:
+        advice = f"The plan has {num_devices}, numbered from 0."
+        wanted = integers("step_tables", "devices", devices, most=num_devices - 1, each="device", advice=advice)
 
     def items(*, keys: bool) -> Int32:
         device, table = layout.item_table(keys=keys)
@@ -151,13 +183,34 @@ def step_tables(
 
 def _check_fits(layout: StepLayout, capacity: StepCapacity) -> None:
     needs = step_needs(layout, padded=bool(capacity.key_route.rounds))
+    check_same_program("step_tables", capacity, needs)
     too_small = _first_too_small(capacity, with_queries_of(needs, capacity))
     if too_small:
         name, have, want = too_small
         raise ValueError(
-            f"step_tables: a step must fit its capacity; got {name}={have} and the step needs {want}."
-            " Use capacity.grown(step_needs(layout)), which compiles a larger program."
+            f"step_tables: a step must fit its capacity; got {name}={have} and the step needs {want}"
+            f"{_where(layout, name)}. Use capacity.grown(step_needs(layout)), which compiles a larger program, or"
+            " capacity_for the needs of several steps ahead."
         )
+
+
+def _where(layout: StepLayout, name: str) -> str:
+    """The device that needs most of a size, and the longest sequence there; of the step, if it is no device's own."""
+    lengths, device = layout.plan.lengths, layout.plan.home
+    sequence = np.arange(len(lengths))
+    sizes, place = rows_by_device(layout).get(name), ""
+    if sizes is not None:
+        fullest = int(sizes.argmax())
+        place = f" on device {fullest}"
+        if name in ("text", "image", "device_sequences"):
+            device, sequence = layout.present.T
+        elif name in ("query_rows", "key_rows", "items"):
+            sequence, device = layout.plan.head_slices[:, [0, 5]].T
+        sequence = sequence[device == fullest]
+    if not len(sequence):
+        return place
+    longest = int(sequence[lengths[sequence].argmax()])
+    return f"{place} (its longest sequence: {longest}, of {lengths[longest]} tokens)"
 
 
 def _first_too_small(capacity: Any, needs: Any, prefix: str = "") -> tuple[str, int, int] | None:
@@ -168,11 +221,9 @@ def _first_too_small(capacity: Any, needs: Any, prefix: str = "") -> tuple[str, 
             if found:
                 return found
         elif isinstance(want, tuple):
-            if len(have) != len(want):
-                return f"len({prefix}{name})", len(have), len(want)
             short = [(h, w) for h, w in zip(have, want, strict=True) if h < w]
             if short:
                 return prefix + name, *short[0]
-        elif want is not None and (have < want or (name == "block" and have != want)):
+        elif want is not None and have < want:
             return prefix + name, have, want
     return None

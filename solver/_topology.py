@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
+from solver._check import MOST_DEVICES, integer
+
 
 @dataclass(frozen=True, slots=True)
 class Topology:
@@ -16,19 +18,24 @@ class Topology:
         devices_per_machine: devices in each.
 
     Raises:
-        ValueError: either is below 1.
+        TypeError: either is no integer.
+        ValueError: either is below 1, or there are more than 65,536 devices.
+
+    Example:
+        >>> topology = Topology(num_machines=2, devices_per_machine=4)
+        >>> topology.num_devices, topology.machine_of(5)
+        (8, 1)
     """
 
     num_machines: int
     devices_per_machine: int
 
     def __post_init__(self) -> None:
-        if self.num_machines < 1 or self.devices_per_machine < 1:
-            raise ValueError(
-                "Topology: num_machines >= 1 and devices_per_machine >= 1; got "
-                f"num_machines={self.num_machines}, devices_per_machine={self.devices_per_machine}. "
-                "A single host is Topology(1, number of its devices)."
-            )
+        advice = "A single host is Topology(1, number of its devices)."
+        for name in ("num_machines", "devices_per_machine"):
+            value = integer("Topology", name, getattr(self, name), most=MOST_DEVICES, advice=advice)
+            object.__setattr__(self, name, value)
+        integer("Topology", "num_devices", self.num_devices, most=MOST_DEVICES, advice=advice)
 
     @property
     def num_devices(self) -> int:
@@ -36,5 +43,5 @@ class Topology:
         return self.num_machines * self.devices_per_machine
 
     def machine_of(self, device: int | Int[np.ndarray, "..."]) -> int | Int[np.ndarray, "..."]:
-        """Machine of each device number; an array gives an array."""
+        """Machine of each device number, from 0; an array gives an array."""
         return device // self.devices_per_machine

@@ -53,5 +53,5 @@ def test_topology_numbers_devices_machine_by_machine():
 
 @pytest.mark.parametrize(("machines", "devices"), [(0, 8), (8, 0), (-1, 1)])
 def test_topology_needs_a_device(machines, devices):
-    with pytest.raises(ValueError, match="num_machines >= 1 and devices_per_machine >= 1"):
+    with pytest.raises(ValueError, match=r"Topology: (\w+) >= 1; got \1="):
         Topology(machines, devices)

@@ -51,9 +51,18 @@ def test_queries_share_the_keys_layout_unless_items_are_divided():
     assert not divided.query_route.copy.any()
 
 
-@pytest.mark.parametrize(("block", "instead"), [(0, 8), (-8, 8), (4, 8), (12, 16)])
-def test_block_is_a_positive_multiple_of_eight(block, instead):
+@pytest.mark.parametrize(
+    ("block", "rule"),
+    [
+        (0, "block >= 8; got block=0"),
+        (-8, "block >= 8; got block=-8"),
+        (4, "block >= 8; got block=4"),
+        (12, r"multiple of 8; got block=12\. Use 16"),
+        (1 << 16, "block <= 32768; got block=65536"),
+    ],
+)
+def test_block_is_a_positive_multiple_of_eight(block, rule):
     plan = balance([4], [0], num_devices=1, bags=None, cost=COST, num_heads=1)
-    with pytest.raises(ValueError, match=f"multiple of 8; got block={block}. Use {instead}"):
+    with pytest.raises(ValueError, match=f"StepLayout: .*{rule}"):
         StepLayout(plan, block)
     StepLayout(plan, 8)
