@@ -320,6 +320,9 @@ def _collect(pool: Array, index: Int[Array, "rows copies"], total: bool) -> Arra
 def _move(route: Route, axis_name: AxisName, x: Array, *, transpose: bool) -> Array:
     """Rows of the far layout; transposed, rows of the near one, copies of a row added up."""
     near, far = (route.b, route.a) if transpose else (route.a, route.b)
+    rows_out = far.from_ragged.shape[0]
+    if not x.shape[0] or not rows_out:  # a stream that no step of the program has
+        return jnp.zeros((rows_out, *x.shape[1:]), x.dtype)
     if route.padding.num_peers == 1:
         return _collect(x, far.from_ragged, transpose)
     ragged = partial(_ragged_move, axis_name, transpose)
