@@ -27,6 +27,7 @@ from experiments._run_data import Data
 from experiments.data import Sampler
 from jaxdit.training import TrainProgram, TrainState, bytes_per_device
 from jaxdit.weights import add_lora
+from parallel import check_machines
 from solver import BagSpec, CostModel, Links, RouteCapacity, StepCapacity, Topology, parse_bags
 
 _LOG = logging.getLogger(__name__)
@@ -140,6 +141,9 @@ class Run:
             UserError: for anything that would stop it later.
         """
         planner = make_planner(settings, mesh.devices.size, padded=needs_padded_exchange(mesh))
+        if planner.topology is not None:
+            with checking("train.devices_per_machine"):
+                check_machines(mesh, planner.topology.devices_per_machine)
         run = cls(settings, mesh, planner, make_program(settings, mesh), data)
         run._check_memory(_COPIES if data else 1)
         if data is not None:

@@ -5,8 +5,10 @@ arrays.
 """
 
 from parallel._balanced_attention import AttentionLayout as AttentionLayout
+from parallel._balanced_attention import TokenRoutes as TokenRoutes
 from parallel._balanced_attention import balanced_attention as balanced_attention
 from parallel._balanced_attention import expand_attention as expand_attention
+from parallel._balanced_attention import expand_tokens as expand_tokens
 from parallel._balanced_attention import make_balanced_attention as make_balanced_attention
 from parallel._exchange import Route as Route
 from parallel._exchange import exchange as exchange
@@ -17,6 +19,7 @@ from parallel._fsdp import sharded_layer_scan as sharded_layer_scan
 from parallel._mesh import DATA_AXES as DATA_AXES
 from parallel._mesh import REPLICA_AXIS as REPLICA_AXIS
 from parallel._mesh import SHARD_AXIS as SHARD_AXIS
+from parallel._mesh import check_machines as check_machines
 from parallel._mesh import data_mesh as data_mesh
 from parallel._packed_attention import XlaKernel as XlaKernel
 from parallel._packed_attention import packed_attention as packed_attention
@@ -40,12 +43,15 @@ __all__ = [
     "PallasKernel",
     "Route",
     "Tiles",
+    "TokenRoutes",
     "XlaKernel",
     "balanced_attention",
+    "check_machines",
     "data_mesh",
     "exchange",
     "expand_attention",
     "expand_route",
+    "expand_tokens",
     "gather_leaf",
     "make_balanced_attention",
     "packed_attention",

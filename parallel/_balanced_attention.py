@@ -8,7 +8,7 @@ unevenly are plans, not programs: one executable runs them all.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, no_type_check, runtime_checkable
+from typing import Any, NamedTuple, Protocol, no_type_check, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,10 @@ class AttentionSizes(Protocol):
     """What `expand_attention` reads of a capacity (`solver.StepCapacity` is one): static sizes on one device."""
 
     @property
+    def num_heads(self) -> int: ...
+    @property
+    def block(self) -> int: ...
+    @property
     def text(self) -> int: ...
     @property
     def image(self) -> int: ...
@@ -34,6 +38,52 @@ class AttentionSizes(Protocol):
     def key_route(self) -> RouteSizes: ...
     @property
     def query_route(self) -> RouteSizes | None: ...
+
+
+@runtime_checkable
+class TokenSizes(Protocol):
+    """What `expand_tokens` reads of a capacity (`solver.StepCapacity` is one): static sizes on one device."""
+
+    @property
+    def home_text(self) -> int: ...
+    @property
+    def home_image(self) -> int: ...
+    @property
+    def text(self) -> int: ...
+    @property
+    def image(self) -> int: ...
+    @property
+    def text_route(self) -> RouteSizes: ...
+    @property
+    def image_route(self) -> RouteSizes: ...
+
+
+class TokenRoutes(NamedTuple):
+    """Moves from home to token layout on one device, each with its `reversed`; made by `expand_tokens`."""
+
+    text: Route
+    image: Route
+
+
+def expand_tokens(tables: Any, sizes: TokenSizes) -> TokenRoutes:
+    """Turn one device's tables of text and image tokens into row indices.
+
+    Per device: call inside `shard_map`, once a step; integers only, no communication.
+
+    Args:
+        tables: `solver.StepTables` of this device, without a device axis.
+        sizes: the capacity they were padded for.
+
+    Returns:
+        The routes to give to `exchange`. A stream that the program has no rows for has a route of no rows.
+
+    Raises:
+        ValueError: as `expand_route`.
+    """
+    return TokenRoutes(
+        text=expand_route(tables.text, sizes.text_route, rows_in=sizes.home_text, rows_out=sizes.text),
+        image=expand_route(tables.image, sizes.image_route, rows_in=sizes.home_image, rows_out=sizes.image),
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -65,7 +115,12 @@ def expand_attention(tables: Any, sizes: AttentionSizes, *, num_heads: int) -> A
 
     Returns:
         The layout to close over in `balanced_attention`.
+
+    Raises:
+        ValueError: if the plan is for another number of heads, or the tables were padded for other sizes; and as
+            `expand_route`.
     """
+    _check_sizes(tables, sizes, num_heads)
     rows_in = (sizes.text + sizes.image) * num_heads
     queries = None
     if sizes.query_route is not None:
@@ -84,6 +139,22 @@ def expand_attention(tables: Any, sizes: AttentionSizes, *, num_heads: int) -> A
             query_blocks=tables.query_blocks,
         ),
     )
+
+
+def _check_sizes(tables: Any, sizes: AttentionSizes, num_heads: int) -> None:
+    if num_heads != sizes.num_heads:
+        raise ValueError(
+            f"expand_attention: the model has the heads of the plan; got num_heads={num_heads} and a capacity for"
+            f" {sizes.num_heads}. Balance with the model's num_heads."
+        )
+    for name, rows in (("key_blocks", sizes.query_rows), ("query_blocks", sizes.key_rows)):
+        shape, want = getattr(tables, name).shape, (rows // sizes.block, 2)
+        if shape != want:
+            raise ValueError(
+                f"expand_attention: tables of one device, padded for the sizes given; got {name} of shape {shape}"
+                f" instead of {want}. Make the tables with the capacity of the program (solver.step_tables), and take"
+                " the device's own inside shard_map: jax.tree.map(lambda x: x[0], tables)."
+            )
 
 
 def _item_ids(items: Int[Array, "items 7"], rows: int) -> Int[Array, " rows"]:
@@ -123,7 +194,7 @@ def balanced_attention(
         Attention output of the same rows; zero on padding rows.
 
     Raises:
-        ValueError: if shapes or dtypes differ; and as `packed_attention`.
+        ValueError: if shapes or dtypes differ; as `packed_attention`; and as `exchange`.
     """
     if not q.shape == k.shape == v.shape or not q.dtype == k.dtype == v.dtype:
         raise ValueError(

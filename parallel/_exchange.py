@@ -30,7 +30,8 @@ AxisName = Hashable | tuple[Hashable, ...]
 
 @runtime_checkable
 class RouteSizes(Protocol):
-    """What `expand_route` reads of a capacity (`solver.RouteCapacity` is one): static buffer sizes in rows."""
+    """What `expand_route` reads of a capacity (`solver.RouteCapacity` is one): static sizes of a device's buffers, in
+    rows, and of its tables, in runs."""
 
     @property
     def send(self) -> int: ...
@@ -38,6 +39,12 @@ class RouteSizes(Protocol):
     def recv(self) -> int: ...
     @property
     def rounds(self) -> tuple[int, ...]: ...
+    @property
+    def send_runs(self) -> int: ...
+    @property
+    def recv_runs(self) -> int: ...
+    @property
+    def stay_runs(self) -> int: ...
     @property
     def copies(self) -> int: ...
 
@@ -225,7 +232,28 @@ def expand_route(
 
     Returns:
         The route.
+
+    Raises:
+        ValueError: for tables that still have their device axis, or that were padded for other sizes.
+
+    Example:
+        One device, on which two sequences stay where they are; rows past the end are zero:
+
+        >>> import solver
+        >>> plan = solver.balance([2, 1], [0, 0], num_devices=1, bags=None, num_heads=1)
+        >>> layout = solver.StepLayout(plan, block=8)
+        >>> capacity = solver.capacity_for([solver.step_needs(layout)])
+        >>> tables = jax.tree.map(lambda x: x[0], solver.step_tables(layout, capacity))
+        >>> capacity.home_image, capacity.image
+        (4, 8)
+        >>> route = expand_route(tables.image, capacity.image_route, rows_in=4, rows_out=8)
+        >>> moved = exchange(jnp.array([3.0, 4.0, 5.0, 9.0]), route, axis_name="data")
+        >>> moved.tolist()
+        [3.0, 4.0, 5.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+        >>> exchange(moved, route.reversed, axis_name="data").tolist()
+        [3.0, 4.0, 5.0, 0.0]
     """
+    _check_tables(tables, sizes)
     send, recv, stay = (jnp.asarray(t) for t in (tables.send_runs, tables.recv_runs, tables.stay_runs))
     sent, received, there, back, round_to, round_from = jnp.asarray(tables.peers)
     padding = _Padding(num_peers=sent.shape[0], rounds=tuple(sizes.rounds))
@@ -262,6 +290,21 @@ def expand_route(
     return Route(
         a=side(leaving, a_from, there, rows_in), b=side(arriving, b_from, back, rows_out), padding=padding
     )
+
+
+def _check_tables(tables: Tables, sizes: RouteSizes) -> None:
+    if jnp.ndim(tables.peers) != 2:
+        raise ValueError(
+            f"expand_route: tables of one device; got peers of shape {jnp.shape(tables.peers)}."
+            " Take the device's own inside shard_map: jax.tree.map(lambda x: x[0], tables)."
+        )
+    for name in ("send_runs", "recv_runs", "stay_runs"):
+        have, want = jnp.shape(getattr(tables, name))[0], max(getattr(sizes, name), 1)
+        if have != want:
+            raise ValueError(
+                f"expand_route: tables are padded for the sizes given; got {have} {name} and sizes.{name}={want}."
+                " Make the tables with the capacity of the program (solver.step_tables)."
+            )
 
 
 @dataclass(frozen=True)
@@ -348,6 +391,16 @@ def _exchange_bwd(axis_name, route, cotangent):
 _exchange_rows.defvjp(_exchange_fwd, _exchange_bwd)
 
 
+def _check_devices(route: Route, axis_name: AxisName) -> None:
+    num_peers = route.padding.num_peers
+    # A plan for one device needs no axis: each device of a mesh may have one of its own.
+    if num_peers > 1 and lax.axis_size(axis_name) != num_peers:
+        raise ValueError(
+            f"exchange: the plan's devices are those of axis_name; got a plan for {num_peers} devices and"
+            f" axis_name={axis_name!r} of {lax.axis_size(axis_name)}. Plan with num_devices of the mesh."
+        )
+
+
 def exchange(rows: Any, route: Route, *, axis_name: AxisName) -> Any:
     """Move rows from layout A to layout B of a route.
 
@@ -359,15 +412,17 @@ def exchange(rows: Any, route: Route, *, axis_name: AxisName) -> Any:
 
     Args:
         rows: a pytree of arrays with leading axis A's rows on this device.
-        route: the route.
+        route: the route, from `expand_route`, which has an example.
         axis_name: mesh axis, or tuple of axes, over which the route was made.
 
     Returns:
         The pytree with leading axis B's rows; rows of B that no row of A maps to are zero.
 
     Raises:
-        ValueError: if a leaf's leading axis is not A's row count.
+        ValueError: if a leaf's leading axis is not A's row count, or the route was made for another number of devices
+            than `axis_name` has.
     """
+    _check_devices(route, axis_name)
     leaves, tree = jax.tree.flatten(rows)
     rows_in = route.a.from_ragged.shape[0]
     for leaf in leaves:

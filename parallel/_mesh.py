@@ -28,10 +28,25 @@ def data_mesh(devices: Sequence[Any] | None = None, *, shards: int | None = None
         The mesh, with automatic axes.
 
     Raises:
-        ValueError: if the devices cannot be divided into groups of `shards`.
+        TypeError: if `shards` is no integer.
+        ValueError: if there are no devices, one is given twice, or they cannot be divided into groups of `shards`.
+
+    Example:
+        >>> mesh = data_mesh(jax.devices()[:1])
+        >>> mesh.axis_names, mesh.devices.shape
+        (('replica', 'shard'), (1, 1))
     """
     devices = sorted(jax.devices() if devices is None else devices, key=lambda d: (d.process_index, d.id))
+    if not devices or len(set(devices)) != len(devices):
+        raise ValueError(
+            f"data_mesh: devices, at least one and each once; got {len(devices)}, {len(set(devices))} of them"
+            " different. Leave them out for all there are."
+        )
     shards = len(devices) if shards is None else shards
+    if not isinstance(shards, (int, np.integer)) or isinstance(shards, bool):
+        raise TypeError(
+            f"data_mesh: shards is an integer; got {type(shards).__name__}. Use 1 to replicate parameters."
+        )
     if shards < 1 or len(devices) % shards:
         raise ValueError(
             f"data_mesh: shards must divide the devices; got shards={shards}, devices={len(devices)}."
@@ -39,3 +54,37 @@ def data_mesh(devices: Sequence[Any] | None = None, *, shards: int | None = None
         )
     grid = np.array(devices, dtype=object).reshape(-1, shards)
     return Mesh(grid, DATA_AXES, axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def check_machines(mesh: Mesh, devices_per_machine: int) -> None:
+    """Check that a plan's machines can be those of a mesh: `solver.Topology` puts device d on d // devices_per_machine.
+
+    Args:
+        mesh: its devices, row by row, are the plan's.
+        devices_per_machine: of the topology.
+
+    Raises:
+        ValueError: if the devices are not a multiple of it, or it puts the devices of one process on two machines.
+            A single process may have as many machines as it likes, to try plans on one.
+
+    Example:
+        >>> check_machines(data_mesh(jax.devices()[:1]), 8)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: check_machines: devices_per_machine divides the devices of the mesh; got ...
+    """
+    devices = mesh.devices.ravel().tolist()
+    if devices_per_machine < 1 or len(devices) % devices_per_machine:
+        raise ValueError(
+            "check_machines: devices_per_machine divides the devices of the mesh; got"
+            f" devices_per_machine={devices_per_machine}, devices={len(devices)}. Give the devices of one machine."
+        )
+    machines: dict[int, set[int]] = {}
+    for number, device in enumerate(devices):
+        machines.setdefault(device.process_index, set()).add(number // devices_per_machine)
+    for process, found in machines.items():
+        if len(machines) > 1 and len(found) > 1:
+            raise ValueError(
+                "check_machines: devices of a process are on one machine; got"
+                f" devices_per_machine={devices_per_machine}, with which those of process {process} are on machines"
+                f" {sorted(found)}. Give the devices of one machine, and put the mesh's in the order of data_mesh."
+            )

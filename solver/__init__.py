@@ -1,6 +1,8 @@
 """Host-side planning with NumPy alone: what a sequence costs, and where its tokens and attention go.
 
-`balance` spreads the sequences of a step over devices and returns a `BalancePlan`.
+`balance` spreads the sequences of a step over devices and returns a `BalancePlan`. `StepLayout` says where its rows
+lie, `capacity_for` sizes a program for it, and `step_tables` makes the arrays that `parallel` runs it by; `pack_home`
+and `unpack_home` lay rows out for it and read them back.
 """
 
 from solver._bags import BagLayout as BagLayout
@@ -12,6 +14,8 @@ from solver._capacity import StepCapacity as StepCapacity
 from solver._capacity import capacity_for as capacity_for
 from solver._capacity import step_needs as step_needs
 from solver._cost import CostModel as CostModel
+from solver._home import pack_home as pack_home
+from solver._home import unpack_home as unpack_home
 from solver._layout import StepLayout as StepLayout
 from solver._plan import BalancePlan as BalancePlan
 from solver._plan import BalanceProblem as BalanceProblem
@@ -40,9 +44,11 @@ __all__ = [
     "Topology",
     "balance",
     "capacity_for",
+    "pack_home",
     "parse_bags",
     "plan_from_slices",
     "step_needs",
     "step_tables",
+    "unpack_home",
     "validate_plan",
 ]

@@ -73,7 +73,12 @@ class BagSpec:
             ValueError: the devices are not a multiple of the spec's.
         """
         num_devices = integer(
-            "BagSpec.layout", "num_devices", num_devices, least=0, most=MOST_DEVICES, advice="Give all devices."
+            "BagSpec.layout",
+            "num_devices",
+            num_devices,
+            least=0,
+            most=MOST_DEVICES,
+            advice="Give all devices.",
         )
         if num_devices < 1 or num_devices % self.num_devices:
             raise ValueError(

@@ -91,7 +91,8 @@ def balance(
     instance("balance", "links", links, Links, advice="Write Links(), or give its speeds.")
     max_rows = _check_max_rows(max_rows, bags)
     spec = None if bags is None or bags == "auto" else _check_bags(bags, num_devices)
-    problem = BalanceProblem(*_check_sequences(lengths, text_lengths, home, topology), num_heads, topology, cost)
+    length, text, device = _check_sequences(lengths, text_lengths, home, topology)
+    problem = BalanceProblem(length, text, device, num_heads, topology, cost)
     _check_work(problem)
     if bags != "auto":
         return _plan_with_bags(problem, spec)

@@ -78,13 +78,12 @@ def integers(
         found = f"shape {array.shape}" if array.ndim else _seen(values)
         raise ValueError(f"{caller}: {name} is one-dimensional; got {found}. One entry per {each}.")
     if array.size and array.dtype.kind not in "iu":
-        # Python integers past 64 bits: NumPy makes floats or objects of them.
-        if all(isinstance(value, int) and not isinstance(value, bool) for value in values):  # type: ignore[union-attr]
-            array = np.array([int(value) for value in values], object)  # type: ignore[union-attr]
-        else:
+        listed: Any = values
+        if not all(isinstance(value, int) and not isinstance(value, bool) for value in listed):
             raise ValueError(
                 f"{caller}: {name} are integers; got dtype={array.dtype}. Convert them, rounding as you mean."
             )
+        array = np.array(listed, object)  # past 64 bits, where NumPy makes floats of them
     bad = np.flatnonzero((array < 0) | (array > most))
     if len(bad):
         raise ValueError(

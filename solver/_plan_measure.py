@@ -85,7 +85,10 @@ def check_slices(
                 f"{caller}: {name} is a table of {columns} integers a row; got {table.dtype} of shape {table.shape}."
                 f" Without any slice it has shape (0, {columns})."
             )
-        for column, values, stop in (("sequence", table[:, 0], num_sequences), ("device", table[:, -1], num_devices)):
+        for column, values, stop in (
+            ("sequence", table[:, 0], num_sequences),
+            ("device", table[:, -1], num_devices),
+        ):
             bad = values[(values < 0) | (values >= stop)]
             if len(bad):
                 raise ValueError(

@@ -149,7 +149,9 @@ def step_tables(
     wanted = np.arange(num_devices)
     if devices is not None:
         advice = f"The plan has {num_devices}, numbered from 0."
-        wanted = integers("step_tables", "devices", devices, most=num_devices - 1, each="device", advice=advice)
+        wanted = integers(
+            "step_tables", "devices", devices, most=num_devices - 1, each="device", advice=advice
+        )
 
     def items(*, keys: bool) -> Int32:
         device, table = layout.item_table(keys=keys)

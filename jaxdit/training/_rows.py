@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from parallel import Route, exchange, expand_route
+from parallel import Route, exchange, expand_tokens
 from solver import StepCapacity, StepTables
 
 AnyArray = jax.Array | np.ndarray
@@ -71,9 +71,7 @@ class TokenRows(NamedTuple):
 
 def image_route(tables: StepTables, capacity: StepCapacity) -> Route:
     """The move of image rows from home to token layout (reversed: of results back home)."""
-    return expand_route(
-        tables.image, capacity.image_route, rows_in=capacity.home_image, rows_out=capacity.image
-    )
+    return expand_tokens(tables, capacity).image
 
 
 def to_token_layout(
@@ -95,8 +93,7 @@ def to_token_layout(
         num_image_tokens: image tokens of each sequence, the same on every device.
         axis_name: axes of the plan's devices.
     """
-    image = image_route(tables, capacity)
-    text = expand_route(tables.text, capacity.text_route, rows_in=capacity.home_text, rows_out=capacity.text)
+    text, image = expand_tokens(tables, capacity)
     img, img_ids, positions, img_index, weight = exchange(
         (home.img, home.img_segment_ids, home.img_positions, home.img_token_index, home.img_loss_weight),
         image,

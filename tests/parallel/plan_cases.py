@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from parallel import balanced_attention, exchange, expand_attention, expand_route
-from solver import BalancePlan, RouteCapacity, StepCapacity, StepLayout, step_needs, step_tables
+from parallel import balanced_attention, exchange, expand_attention, expand_tokens
+from solver import BalancePlan, RouteCapacity, StepCapacity, StepLayout, step_tables
 from tests.oracles import Step, attention, attention_gradients, close, home_tokens, plan_of
 from tests.parallel.exchange_cases import one_axis_mesh
 
@@ -35,18 +35,17 @@ class HomeProgram:
 
         def device(qkv: Any, weights: Any, tables: Any) -> Any:
             qkv, weights, tables = jax.tree.map(lambda x: x[0], (qkv, weights, tables))
-            text = expand_route(tables.text, size.text_route, rows_in=size.home_text, rows_out=size.text)
-            image = expand_route(tables.image, size.image_route, rows_in=size.home_image, rows_out=size.image)
+            routes = expand_tokens(tables, size)
             layout = expand_attention(tables, size, num_heads=size.num_heads)
 
             def attend(qkv: Any) -> Any:
-                moved = [exchange(x, route, axis_name="x") for x, route in zip(qkv, (text, image), strict=True)]
+                moved = [exchange(x, route, axis_name="x") for x, route in zip(qkv, routes, strict=True)]
                 q, k, v = jnp.concatenate(moved).swapaxes(0, 1)
                 out = balanced_attention(q, k, v, layout, axis_name="x")
                 parts = jnp.split(out, [size.text])
                 return tuple(
                     exchange(part, route.reversed, axis_name="x")
-                    for part, route in zip(parts, (text, image), strict=True)
+                    for part, route in zip(parts, routes, strict=True)
                 )
 
             out, vjp = jax.vjp(attend, qkv)
@@ -105,7 +104,9 @@ def legal_plans(draw: Any, num_heads: int) -> BalancePlan:
     Tokens are cut anywhere, (heads x queries) in rectangles, pinwheels among them; devices are all, some or one; homes
     are where the work is, anywhere, or where there is none, so that everything moves.
     """
-    lengths = draw(st.lists(st.sampled_from([0, 1, 2, 7, 8, 9, 15, 16, 17, MOST_TOKENS]), max_size=MOST_SEQUENCES))
+    lengths = draw(
+        st.lists(st.sampled_from([0, 1, 2, 7, 8, 9, 15, 16, 17, MOST_TOKENS]), max_size=MOST_SEQUENCES)
+    )
     text = [draw(st.integers(0, n)) for n in lengths]
     able = draw(
         st.one_of(

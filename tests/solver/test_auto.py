@@ -167,6 +167,59 @@ def test_any_step_gives_a_valid_plan(steps, num_devices, num_heads):
     validate_plan(plan)
 
 
+@st.composite
+def problems(draw):
+    """Options of `balance(bags="auto")` for a small step on a few machines."""
+    topology = Topology(draw(st.integers(1, 4)), draw(st.integers(1, 6)))
+    long = st.sampled_from([0, 1, 2, 100, 101, 5_000, 70_000])
+    lengths = draw(st.lists(st.one_of(st.integers(0, 600), long), max_size=24))
+    homes = draw(st.lists(st.integers(0, topology.num_devices - 1), min_size=1, max_size=4))
+    options = {
+        "home": [draw(st.sampled_from(homes)) for _ in lengths],
+        "num_devices": topology.num_devices,
+        "num_heads": draw(st.integers(1, 9)),
+        "topology": topology,
+        "cost": CostModel(
+            draw(st.sampled_from([8, 512, 3072])), draw(st.sampled_from([0.0, 0.01, 0.4, 1.0, 50.0]))
+        ),
+        "links": Links(across_bytes_per_s=draw(st.sampled_from([1e6, 50e9, 1e18]))),
+        "max_rows": draw(st.sampled_from([None, 1, 1.0, 1.2, 2.0, 24.0])),
+    }
+    if draw(st.booleans()):
+        options["text_lengths"] = [draw(st.integers(0, n)) for n in lengths]
+    return {"lengths": lengths, **options}
+
+
+def check_problem(options):
+    try:
+        plan = balance(bags="auto", **options)
+    except ValueError:
+        assert options["max_rows"] is not None
+        with pytest.raises(ValueError, match=r"max_rows >= \d+\.\d+ for these sequences"):
+            balance(bags="auto", **options)
+        return
+    validate_plan(plan)
+    if options["max_rows"] is not None:
+        assert plan.rows.max() <= options["max_rows"] * plan.rows.mean()
+    again = balance(bags="auto", **options | {"lengths": np.array(options["lengths"], np.int32)})
+    assert np.array_equal(plan.token_slices, again.token_slices)
+    assert np.array_equal(plan.head_slices, again.head_slices)
+    assert plan.static_step_cost_lower_bound <= plan.static_step_cost * (1 + 1e-9)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(problems())
+def test_any_problem_gives_a_valid_plan_and_the_same_again(options):
+    check_problem(options)
+
+
+@pytest.mark.full
+@settings(max_examples=3000, deadline=None)
+@given(problems())
+def test_many_problems(options):
+    check_problem(options)
+
+
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 5], [100_000], [100_000, 1], [7] * 3])
 def test_few_sequences(lengths):
     plan = auto(np.array(lengths, np.int64), np.zeros(len(lengths), np.int64), 32)

@@ -141,6 +141,26 @@ def test_sizes_that_no_program_can_share_are_refused(grow):
 def test_no_needs_no_capacity():
     with pytest.raises(ValueError, match="capacity_for: needs at least one step"):
         capacity_for([])
+    for needs, found in (
+        (needs_of(1), "StepCapacity"),
+        (None, "NoneType"),
+        ([needs_of(1), None], "NoneType"),
+    ):
+        with pytest.raises(TypeError, match=f"capacity_for: .*got {found}. Give a list of step_needs"):
+            capacity_for(needs)
+    with pytest.raises(TypeError, match="step_needs: layout is a StepLayout; got NoneType"):
+        step_needs(None)
+
+
+def test_a_stream_that_no_step_has_takes_no_rows():
+    plan = balance([40, 7], [0, 1], num_devices=2, bags="g2n1", cost=COST, num_heads=2)
+    without = step_needs(StepLayout(plan, 16))
+    capacity = capacity_for([without])
+    assert capacity.text == capacity.home_text == 0
+    plan = balance([40, 7], [0, 1], num_devices=2, bags="g2n1", cost=COST, num_heads=2, text_lengths=[3, 0])
+    with_text = step_needs(StepLayout(plan, 16))
+    assert not capacity.fits(with_text)
+    assert capacity.grown(with_text).text == capacity_for([without, with_text]).text == 8
 
 
 @pytest.mark.parametrize("alignment", [1, 8, 128])

@@ -66,3 +66,13 @@ def test_block_is_a_positive_multiple_of_eight(block, rule):
     with pytest.raises(ValueError, match=f"StepLayout: .*{rule}"):
         StepLayout(plan, block)
     StepLayout(plan, 8)
+
+
+@pytest.mark.parametrize("block", [64.0, True, "64", None])
+def test_block_is_an_integer(block):
+    plan = balance([4], [0], num_devices=1, bags=None, cost=COST, num_heads=1)
+    with pytest.raises(TypeError, match=f"StepLayout: block is an integer; got {type(block).__name__}"):
+        StepLayout(plan, block)
+    with pytest.raises(TypeError, match="StepLayout: plan is a BalancePlan; got str"):
+        StepLayout("plan", 64)
+    assert type(StepLayout(plan, np.int64(64)).block) is int

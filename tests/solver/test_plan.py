@@ -164,3 +164,32 @@ def test_checker_recomputes_the_figures():
             validate_plan(replace(plan, **{name: getattr(plan, name) + 1}))
     with pytest.raises(ValueError, match="load_lower_bound is at most the largest load"):
         validate_plan(replace(plan, load_lower_bound=2 * float(plan.load.max())))
+
+
+@pytest.mark.parametrize(
+    ("token_slices", "head_slices", "message"),
+    [
+        (changed(TOKEN_SLICES, 3, 3, 4), HEAD_SLICES, r"token_slices device in \[0, 4\); got 4"),
+        (changed(TOKEN_SLICES, 0, 3, -1), HEAD_SLICES, r"token_slices device in \[0, 4\); got -1"),
+        (TOKEN_SLICES, changed(HEAD_SLICES, 0, 0, 3), r"head_slices sequence in \[0, 3\); got 3"),
+        (
+            TOKEN_SLICES.astype(float),
+            HEAD_SLICES,
+            "token_slices is a table of 4 integers a row; got float64 of",
+        ),
+        (
+            TOKEN_SLICES,
+            HEAD_SLICES[:, :4],
+            r"head_slices is a table of 6 integers a row; got int32 of shape \(5, 4",
+        ),
+        (np.array([]), HEAD_SLICES, r"token_slices .*shape \(0,\)\. Without any slice it has shape \(0, 4\)"),
+    ],
+)
+def test_slices_that_are_no_tables_are_refused(token_slices, head_slices, message):
+    with pytest.raises(ValueError, match=f"plan_from_slices: {message}"):
+        make_plan(token_slices, head_slices)
+
+
+def test_only_plans_are_checked():
+    with pytest.raises(TypeError, match="validate_plan: plan is a BalancePlan; got NoneType"):
+        validate_plan(None)

@@ -6,8 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from solver import StepLayout, capacity_for, step_needs, step_tables
-from tests.oracles import attention_items, head_moves, moves_of_tables, random_plan, random_step, token_moves
+from solver import StepLayout, balance, capacity_for, step_needs, step_tables
+from tests.oracles import (
+    COST,
+    attention_items,
+    head_moves,
+    moves_of_tables,
+    random_plan,
+    random_step,
+    token_moves,
+)
 
 
 def make(seed, *, divide=True, num_devices=4):
@@ -141,3 +149,58 @@ def test_other_misfits_are_named():
     ):
         with pytest.raises(ValueError, match=message):
             step_tables(layout, replace(needs, **changes))
+
+
+def test_a_size_too_small_names_the_device_and_its_longest_sequence():
+    plan = balance([90, 700, 30, 8], [1, 2, 2, 0], num_devices=3, bags=None, cost=COST, num_heads=2)
+    layout = StepLayout(plan, 16)
+    needs = step_needs(layout)
+    way_out = r"Use capacity\.grown\(step_needs\(layout\)\)"
+    for name in ("image", "home_image", "key_rows"):
+        with pytest.raises(
+            ValueError, match=rf"{name}=8 .* on device 2 \(its longest sequence: 1, of 700 t.*{way_out}"
+        ):
+            step_tables(layout, replace(needs, **{name: 8}))
+    with pytest.raises(
+        ValueError, match=r"sequences=3 and the step needs 4 \(its longest sequence: 1, of 700"
+    ):
+        step_tables(layout, replace(needs, sequences=3))
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ([4], r"devices in 0\.\.3; got devices=4 at device 0\. The plan has 4, numbered from 0"),
+        ([-1], r"devices in 0\.\.3; got devices=-1"),
+        ([0.5], "devices are integers; got dtype=float64"),
+        ([True], "devices are integers; got dtype=bool"),
+        (2, "devices is one-dimensional; got int"),
+    ],
+)
+def test_devices_that_the_plan_has_not_are_refused(devices, message):
+    layout = make(5)
+    with pytest.raises(ValueError, match=f"step_tables: {message}"):
+        step_tables(layout, step_needs(layout), devices)
+
+
+def test_plans_of_another_program_are_refused():
+    layout = make(5)
+    needs = step_needs(layout)
+    for changes, message in (
+        ({"num_devices": 8}, "are for as many devices; got num_devices=8 and num_devices=4"),
+        ({"num_heads": 2}, "have one number of heads; got num_heads=2 and num_heads=3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step_tables(layout, replace(needs, **changes))
+    for args, name in (((None, needs), "layout"), ((layout, None), "capacity")):
+        with pytest.raises(TypeError, match=f"step_tables: {name} is a Step"):
+            step_tables(*args)
+
+
+def test_rows_past_int32_are_refused():
+    """70 million tokens of 32 heads on one device: a plan is no trouble, its row numbers are."""
+    plan = balance([4_000] * 17_000, [0] * 17_000, num_devices=1, bags=None, cost=COST, num_heads=32)
+    with pytest.raises(
+        ValueError, match=r"step_needs: a device has at most 2147483647 .* got \d+\. Use more devices"
+    ):
+        step_needs(StepLayout(plan, 16))
