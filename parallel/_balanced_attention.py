@@ -221,7 +221,16 @@ def balanced_attention(
 def make_balanced_attention(
     layout: AttentionLayout, *, axis_name: AxisName, kernel: PackedKernel | None = None
 ) -> Callable[[Array, Array, Array], Array]:
-    """`balanced_attention` as a callable of (q, k, v), the form that models take."""
+    """`balanced_attention` as a callable of (q, k, v), the form that models take.
+
+    Args:
+        layout: from `expand_attention`; close over it inside the same `shard_map`.
+        axis_name: mesh axis, or tuple of axes, of the plan's devices.
+        kernel: block computation of `packed_attention`.
+
+    Returns:
+        A function of this device's token-layout rows (t_loc, h, d) that returns rows of the same shape.
+    """
 
     def attention(q: Array, k: Array, v: Array) -> Array:
         return balanced_attention(q, k, v, layout, axis_name=axis_name, kernel=kernel)

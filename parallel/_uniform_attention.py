@@ -34,8 +34,11 @@ def uniform_attention(
         Output in the queries' dtype.
 
     Raises:
-        ValueError: if dtypes differ.
+        TypeError: for rows that are not floating point.
+        ValueError: if dtypes or heads differ.
     """
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise TypeError(f"uniform_attention: q, k and v are floating point; got {q.dtype}. Cast them.")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"uniform_attention: q, k and v have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}. Cast them."

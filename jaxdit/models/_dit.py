@@ -80,7 +80,8 @@ class _Block(nnx.Module):
     ) -> Float[Array, "n d"]:
         attn, mlp = split_modulation(self.modulation(cond), 2)
         qkv = self.qkv(norm_and_modulate(x, attn.shift, attn.scale, ids))
-        q, k, v = jnp.moveaxis(qkv.reshape(x.shape[0], 3, self.num_heads, -1), 1, 0)
+        shape = x.shape[0], 3, self.num_heads, x.shape[1] // self.num_heads
+        q, k, v = jnp.moveaxis(qkv.reshape(shape), 1, 0)
         attended = name_attention(attention(q, k, v)).reshape(x.shape)
         x = add_gated(x, attn.gate, ids, self.proj(attended))
         hidden = norm_and_modulate(x, mlp.shift, mlp.scale, ids, self.mlp_norm_epsilon)

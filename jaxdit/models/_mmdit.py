@@ -85,7 +85,9 @@ class _QKV(NamedTuple):
 
 def _split_heads(qkv: Float[Array, "n d3"], block: Any, rope: RopeTable) -> _QKV:
     """Cuts fused [q, k, v] into heads, normalises and turns q and k."""
-    q, k, v = jnp.moveaxis(qkv.reshape(qkv.shape[0], 3, block.num_heads, -1), 1, 0)
+    num_rows, width = qkv.shape  # of a batch without any text there are no text rows, and -1 has no value
+    shape = num_rows, 3, block.num_heads, width // (3 * block.num_heads)
+    q, k, v = jnp.moveaxis(qkv.reshape(shape), 1, 0)
     q = norm_and_turn(q, block.query_norm.scale[...], rope)
     k = norm_and_turn(k, block.key_norm.scale[...], rope)
     return _QKV(q, k, v)
@@ -93,7 +95,7 @@ def _split_heads(qkv: Float[Array, "n d3"], block: Any, rope: RopeTable) -> _QKV
 
 def _attend(attention: Attention, parts: list[_QKV], num_rows: int) -> Float[Array, "n d"]:
     q, k, v = (jnp.concatenate(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
-    return name_attention(attention(q, k, v)).reshape(num_rows, -1)
+    return name_attention(attention(q, k, v)).reshape(num_rows, q.shape[1] * q.shape[2])
 
 
 class _Stream(nnx.Module):

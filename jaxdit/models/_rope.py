@@ -50,7 +50,7 @@ def apply_rope(x: Float[Array, "n h d"], table: RopeTable) -> Float[Array, "n h 
     Returns:
         Turned rows in float32.
     """
-    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
+    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
     even, odd = pairs[..., 0], pairs[..., 1]
     cos, sin = table.cos[:, None, :], table.sin[:, None, :]
     return jnp.stack([cos * even - sin * odd, sin * even + cos * odd], axis=-1).reshape(x.shape)

@@ -235,6 +235,18 @@ def test_order_of_packing_does_not_matter():
         assert relative_error(one, other) < TOLERANCE
 
 
+def test_a_batch_without_text_needs_no_text_rows():
+    params, sequences = random_params(CONFIG), make_sequences(sizes=((5, 0), (1, 0), (9, 0)))
+    grad = jax.jit(jax.value_and_grad(packed_loss))
+    padded, without = (pack(sequences, sizes=(18, n)) for n in (8, 0))
+    (value, grads), (wanted, wanted_grads) = (
+        grad(params, rows, target_of(rows.img)) for rows in (without, padded)
+    )
+    assert value == pytest.approx(float(wanted), rel=TOLERANCE)
+    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE * np.abs(other).max())
+
+
 def test_frames_differ_by_the_time_axis():
     params, rows = random_params(CONFIG), pack(make_sequences())
     later = rows.img_positions.at[:, 0].add(5 * (jnp.arange(ROWS[0]) % 2))
