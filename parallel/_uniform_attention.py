@@ -35,7 +35,7 @@ def uniform_attention(
 
     Raises:
         TypeError: for rows that are not floating point.
-        ValueError: if dtypes or heads differ.
+        ValueError: if dtypes differ.
     """
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise TypeError(f"uniform_attention: q, k and v are floating point; got {q.dtype}. Cast them.")

@@ -97,63 +97,67 @@ def check_at_home(program: HomeProgram, plan: BalancePlan, block: int, seed: int
 MOST_SEQUENCES, MOST_TOKENS, MOST_PARTS, MOST_BOXES = 5, 24, 4, 6
 
 
-@st.composite
-def legal_plans(draw: Any, num_heads: int) -> BalancePlan:
+LENGTHS = (0, 1, 2, 7, 8, 9, 15, 16, 17, MOST_TOKENS)
+
+
+def legal_plans(num_heads: int) -> st.SearchStrategy[BalancePlan]:
     """Any plan of a small step.
 
-    Tokens are cut anywhere, (heads x queries) in rectangles, pinwheels among them; devices are all, some or one; homes
+    Tokens are cut anywhere, (heads x queries) in rectangles, pinwheels among them, on all devices, some or one; homes
     are where the work is, anywhere, or where there is none, so that everything moves.
     """
-    lengths = draw(
-        st.lists(st.sampled_from([0, 1, 2, 7, 8, 9, 15, 16, 17, MOST_TOKENS]), max_size=MOST_SEQUENCES)
+    return st.builds(
+        _legal_plan,
+        st.just(num_heads),
+        st.integers(0, 2**32 - 1),
+        st.sampled_from([DEVICES, DEVICES - 1, 3, 1]),
+        st.sampled_from(["anywhere", "where the work is", "where no work is"]),
+        st.sampled_from(["both", "image", "text"]),
     )
-    text = [draw(st.integers(0, n)) for n in lengths]
-    able = draw(
-        st.one_of(
-            st.just(list(range(DEVICES))),
-            st.lists(st.integers(0, DEVICES - 1), min_size=1, max_size=DEVICES, unique=True),
-            st.integers(0, DEVICES - 1).map(lambda device: [device]),
-        )
-    )
-    others = sorted(set(range(DEVICES)) - set(able)) or able
-    homes = draw(st.sampled_from([able, others, list(range(DEVICES))]))
-    home = [draw(st.sampled_from(homes)) for _ in lengths]
+
+
+def _legal_plan(num_heads: int, seed: int, num_able: int, homes: str, streams: str) -> BalancePlan:
+    rng = np.random.default_rng(seed)
+    lengths = rng.choice(LENGTHS, rng.integers(0, MOST_SEQUENCES + 1)).tolist()
+    text = [{"both": int(rng.integers(0, n + 1)), "image": 0, "text": n}[streams] for n in lengths]
+    devices = rng.permutation(DEVICES).tolist()
+    able, others = devices[:num_able], devices[num_able:] or devices
+    places = {"anywhere": devices, "where the work is": able, "where no work is": others}[homes]
+    home = [int(rng.choice(places)) for _ in lengths]
     token_slices, head_slices = [], []
     for number, n in enumerate(lengths):
         if not n:
             continue
-        inside = st.integers(1, n - 1) if n > 1 else st.nothing()
-        cuts = draw(st.lists(inside, max_size=MOST_PARTS - 1, unique=True)) if n > 1 else []
+        cuts = rng.permutation(np.arange(1, n))[: rng.integers(0, MOST_PARTS)].tolist()
         for start, stop in itertools.pairwise([0, *sorted(cuts), n]):
-            token_slices.append((number, start, stop, draw(st.sampled_from(able))))
-        for box in _boxes(draw, (0, num_heads, 0, n), MOST_BOXES):
-            head_slices.append((number, *box, draw(st.sampled_from(able))))
+            token_slices.append((number, start, stop, int(rng.choice(able))))
+        for box in _boxes(rng, (0, num_heads, 0, n), int(rng.integers(1, MOST_BOXES + 1))):
+            head_slices.append((number, *box, int(rng.choice(able))))
     return plan_of(Step(lengths, text, home, DEVICES, num_heads), token_slices, head_slices)
 
 
-def _boxes(draw: Any, box: tuple[int, int, int, int], most: int) -> list[tuple[int, int, int, int]]:
+def _boxes(
+    rng: np.random.Generator, box: tuple[int, int, int, int], most: int
+) -> list[tuple[int, int, int, int]]:
     """At most `most` rectangles that tile the box."""
     low, high, start, stop = box
-    ways = ["whole"]
-    if most > 1:
-        ways += ["heads"] * (high - low > 1) + ["queries"] * (stop - start > 1)
-    if most >= 5 and high - low > 2 and stop - start > 2:
-        ways += ["pinwheel"]
-    way = draw(st.sampled_from(ways))
-    if way == "whole":
+    ways = ["heads"] * (high - low > 1) + ["queries"] * (stop - start > 1)
+    ways += ["pinwheel"] * (most >= 5 and high - low > 2 and stop - start > 2)
+    if most == 1 or not ways:
         return [box]
+    way = str(rng.choice(ways))
     if way == "pinwheel":  # no cut from edge to edge
-        a, c = draw(st.integers(low + 1, high - 2)), draw(st.integers(start + 1, stop - 2))
-        b, d = draw(st.integers(a + 1, high - 1)), draw(st.integers(c + 1, stop - 1))
+        a, b = np.sort(rng.choice(np.arange(low + 1, high), 2, replace=False)).tolist()
+        c, d = np.sort(rng.choice(np.arange(start + 1, stop), 2, replace=False)).tolist()
         return [(low, b, start, c), (b, high, start, d), (a, high, d, stop), (low, a, c, stop), (a, b, c, d)]
     if way == "heads":
-        cut = draw(st.integers(low + 1, high - 1))
+        cut = int(rng.integers(low + 1, high))
         halves = (low, cut, start, stop), (cut, high, start, stop)
     else:
-        cut = draw(st.integers(start + 1, stop - 1))
+        cut = int(rng.integers(start + 1, stop))
         halves = (low, high, start, cut), (low, high, cut, stop)
-    first = _boxes(draw, halves[0], most // 2)
-    return first + _boxes(draw, halves[1], most - len(first))
+    first = _boxes(rng, halves[0], most // 2)
+    return first + _boxes(rng, halves[1], most - len(first))
 
 
 def roomy_capacity(num_heads: int, block: int) -> StepCapacity:

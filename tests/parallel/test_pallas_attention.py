@@ -1,5 +1,6 @@
 """The GPU kernels, interpreted: against dense attention in float64, poisoned segments, and what a program lowers to."""
 
+import inspect
 import re
 
 import jax
@@ -276,6 +277,12 @@ def test_uniform_attention_is_dense_attention(dtype, tolerance):
         for h in range(3):
             wanted = attention(q[b, :, h], k[b, :, h], v[b, :, h], np.ones(5), np.ones(9), 0.3)
             close(out[b, :, h], wanted.out, tolerance)
+
+
+def test_uniform_attention_takes_no_integers():
+    x = jnp.ones((1, 4, 2, 8), jnp.int32)
+    with pytest.raises(TypeError, match="uniform_attention: q, k and v are floating point; got int32"):
+        inspect.unwrap(uniform_attention)(x, x, x)
 
 
 def test_uniform_attention_takes_one_dtype():
