@@ -143,7 +143,9 @@ def read_lengths(path: Path, *, num_devices: int | None) -> Workload:
     rows = _json_rows(text, name) if text.lstrip().startswith("[") else _text_rows(text, name)
     devices = len(rows) if num_devices is None else num_devices
     if not any(map(sum, rows)):
-        raise UserError(f"{name}: at least one token; got none in {len(rows)} lines. Write lengths into the file.")
+        raise UserError(
+            f"{name}: at least one token; got none in {len(rows)} lines. Write lengths into the file."
+        )
     _check_devices(devices)
     if len(rows) != devices:
         few = "leave --devices out or add lines" if len(rows) < devices else "raise --devices or join lines"
@@ -153,7 +155,9 @@ def read_lengths(path: Path, *, num_devices: int | None) -> Workload:
         )
     lengths = np.array([length for row in rows for length in row], np.int64)
     if len(lengths) > _MOST_SEQUENCES:
-        raise UserError(f"{name}: at most {_MOST_SEQUENCES} sequences; got {len(lengths)}. Give a smaller batch.")
+        raise UserError(
+            f"{name}: at most {_MOST_SEQUENCES} sequences; got {len(lengths)}. Give a smaller batch."
+        )
     home = np.repeat(np.arange(devices), [len(row) for row in rows])
     return Workload("lengths", path.name, devices, [Batch(lengths, np.zeros_like(lengths), home)])
 
@@ -161,12 +165,16 @@ def read_lengths(path: Path, *, num_devices: int | None) -> Workload:
 def _read(path: Path, name: str) -> str:
     try:
         if path.is_file() and path.stat().st_size > _LARGEST_FILE:
-            raise UserError(f"{name}: at most {_LARGEST_FILE >> 20} MiB; got {path.stat().st_size >> 20} MiB.")
+            raise UserError(
+                f"{name}: at most {_LARGEST_FILE >> 20} MiB; got {path.stat().st_size >> 20} MiB."
+            )
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"{name}: cannot be read: {error.strerror}. Give a file of lengths.") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{name}: a text file in UTF-8; it is not. Write lengths separated by spaces.") from error
+        raise UserError(
+            f"{name}: a text file in UTF-8; it is not. Write lengths separated by spaces."
+        ) from error
 
 
 def _text_rows(text: str, name: str) -> list[list[int]]:
@@ -183,7 +191,9 @@ def _json_rows(text: str, name: str) -> list[list[int]]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name}: a JSON list of lists of lengths; {error}. Mend the JSON.") from error
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
-        raise UserError(f"{name}: JSON holds a list of lists, one for each device; got another shape. Write [[1024, 77], [4096]].")
+        raise UserError(
+            f"{name}: JSON holds a list of lists, one for each device; got another shape. Write [[1024, 77], [4096]]."
+        )
     return [[_length(value, f"{name}, list {i}") for value in row] for i, row in enumerate(rows, start=1)]
 
 

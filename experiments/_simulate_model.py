@@ -166,7 +166,10 @@ class StepModel:
             compute=block.compute * blocks * self.compute_passes / _COMPUTE_PASSES,
             traffic=block.traffic * blocks * (_EXCHANGE_PASSES + self.remat) / _EXCHANGE_PASSES,
             parameters=self._parameter_seconds(),
-            optimiser=self.shape.parameters * _OPTIMISER_BYTES / self.machines.num_devices / self.gpu.memory_speed,
+            optimiser=self.shape.parameters
+            * _OPTIMISER_BYTES
+            / self.machines.num_devices
+            / self.gpu.memory_speed,
         )
 
     def _parameter_seconds(self) -> float:

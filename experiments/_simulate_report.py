@@ -44,7 +44,9 @@ def build_report(model: StepModel, comparisons: Sequence[Comparison], chosen: Va
             "across_bytes_per_s": model.gpu.network,
         },
         "mixes": mixes,
-        "published": next((_beside_published(mix, model) for mix in mixes if _is_published(mix, model)), None),
+        "published": next(
+            (_beside_published(mix, model) for mix in mixes if _is_published(mix, model)), None
+        ),
     }
 
 

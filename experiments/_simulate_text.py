@@ -11,7 +11,11 @@ def report_markdown(report: Mapping[str, Any]) -> str:
     """The whole report."""
     parts = [_head(report["settings"])]
     for mix in report["mixes"]:
-        parts += [_mix_head(mix), _plans_table(mix, report["settings"]["bags"]), _times_table(mix, report["settings"])]
+        parts += [
+            _mix_head(mix),
+            _plans_table(mix, report["settings"]["bags"]),
+            _times_table(mix, report["settings"]),
+        ]
         parts += [f"Left out: {name}, {reason}." for name, reason in mix["left_out"].items()]
     if report["published"] is not None:
         parts += ["## Beside the published run", published_table(report), _published_text(report)]
@@ -56,7 +60,18 @@ def _plans_table(mix: Mapping[str, Any], chosen: str) -> str:
         ]
         for plan in mix["plans"]
     ]
-    header = ("plan", "load", "J", "J at most", "tokens", "attention", "moved", "rows sent", "across", "plan, ms")
+    header = (
+        "plan",
+        "load",
+        "J",
+        "J at most",
+        "tokens",
+        "attention",
+        "moved",
+        "rows sent",
+        "across",
+        "plan, ms",
+    )
     return table(header, rows)
 
 
@@ -117,7 +132,16 @@ def published_table(report: Mapping[str, Any]) -> str:
         ]
         for row in report["published"]["rows"]
     ]
-    header = ("joint, 32 H100", "bags", "step before, s", "after, s", "speed-up", "HFU before", "after", "K tokens/s")
+    header = (
+        "joint, 32 H100",
+        "bags",
+        "step before, s",
+        "after, s",
+        "speed-up",
+        "HFU before",
+        "after",
+        "K tokens/s",
+    )
     return table(header, rows)
 
 

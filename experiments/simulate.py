@@ -27,26 +27,40 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m experiments.simulate", description=summary)
     data = parser.add_argument_group("batches")
     data.add_argument("--mix", help="lowres, mixres, joint, all (the three), or data codes (default: joint)")
-    data.add_argument("--lengths", type=Path, metavar="FILE", help="lengths of one batch, a line for each device")
+    data.add_argument(
+        "--lengths", type=Path, metavar="FILE", help="lengths of one batch, a line for each device"
+    )
     data.add_argument("--steps", type=int, help="batches to draw (default: 3; 1 beyond 128 devices)")
     data.add_argument("--seed", type=seed, default=0, help="of the draws (default: 0)")
-    data.add_argument("--text", action="store_true", help="balance text and image tokens apart, as training does")
+    data.add_argument(
+        "--text", action="store_true", help="balance text and image tokens apart, as training does"
+    )
     plans = parser.add_argument_group("plans")
-    plans.add_argument("--bags", default="auto", help="what to mark and draw: none, auto, full or bags such as g8n4")
-    plans.add_argument("--devices", type=int, help="(default: one for each rank of the mix, or each line of the file)")
+    plans.add_argument(
+        "--bags", default="auto", help="what to mark and draw: none, auto, full or bags such as g8n4"
+    )
+    plans.add_argument(
+        "--devices", type=int, help="(default: one for each rank of the mix, or each line of the file)"
+    )
     plans.add_argument("--topology", metavar="MACHINESxGPUS", help="such as 4x8 (default: machines of 8)")
     model = parser.add_argument_group("model and GPU")
     model.add_argument("--width", type=int, default=3072, help="(default: FLUX's 3072)")
     model.add_argument("--heads", type=int, default=24, help="(default: FLUX's 24)")
     model.add_argument("--blocks", default="19+38", metavar="DOUBLE+SINGLE", help="(default: FLUX's 19+38)")
-    model.add_argument("--gamma", type=float, default=0.4, help="cost of an attention FLOP over a linear one (default: 0.4)")
+    model.add_argument(
+        "--gamma", type=float, default=0.4, help="cost of an attention FLOP over a linear one (default: 0.4)"
+    )
     model.add_argument("--remat", choices=("full", "none"), default="full", help="(default: full)")
     model.add_argument("--gpu", default="h100", help="a GPU that is described (default: h100)")
-    model.add_argument("--tflops", type=float, help="TFLOP/s reached in linear layers (default: 40.4 %% of the peak)")
+    model.add_argument(
+        "--tflops", type=float, help="TFLOP/s reached in linear layers (default: 40.4 %% of the peak)"
+    )
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print JSON instead of tables")
     out.add_argument("--figure", type=Path, metavar="PATH", help="modelled steps as bars, .svg or .png")
-    out.add_argument("--plot", type=Path, metavar="PATH", help="the plan of the first batch, .svg, .png or .html")
+    out.add_argument(
+        "--plot", type=Path, metavar="PATH", help="the plan of the first batch, .svg, .png or .html"
+    )
     return parser
 
 
@@ -134,7 +148,9 @@ def _model(args: argparse.Namespace, num_devices: int) -> "StepModel":
     if args.topology is None:
         whole = num_devices % _DEVICES_PER_MACHINE == 0
         machines = (
-            Machines(num_devices // _DEVICES_PER_MACHINE, _DEVICES_PER_MACHINE) if whole else Machines(1, num_devices)
+            Machines(num_devices // _DEVICES_PER_MACHINE, _DEVICES_PER_MACHINE)
+            if whole
+            else Machines(1, num_devices)
         )
     else:
         machines = parse_machines(args.topology)
