@@ -31,7 +31,7 @@ class Blocks:
         title: of the layout.
         unit: of the heights.
         device, sequence: of each part.
-        heights: tokens, or query-key pairs in thousands.
+        heights: tokens, or query-key pairs of all heads.
     """
 
     title: str
@@ -48,8 +48,8 @@ def layout_blocks(plan: BalancePlan) -> tuple[Blocks, Blocks, Blocks]:
     sequence, start, stop, device = np.asarray(plan.token_slices, np.int64).T
     token = Blocks("token layout: linear layers", "tokens", device, sequence, stop - start)
     sequence, first, last, start, stop, device = np.asarray(plan.head_slices, np.int64).T
-    pairs = (last - first) * (stop - start) * lengths[sequence] / 1000
-    attention = Blocks("attention layout: items", "query-key pairs, thousands", device, sequence, pairs)
+    pairs = (last - first) * (stop - start) * lengths[sequence]
+    attention = Blocks("attention layout: items", "query-key pairs", device, sequence, pairs)
     return home, token, attention
 
 
@@ -64,7 +64,7 @@ def colours_of(plan: BalancePlan) -> list[str]:
 def plot_plan(path: str | Path, plan: BalancePlan, *, title: str = "", arcs: bool = False) -> None:
     """Draw the three layouts of a plan, devices as columns, each sequence in a colour of its own.
 
-    Home and token layout show tokens; attention layout shows attention work in query-key pairs, in thousands.
+    Home and token layout show tokens; attention layout shows attention work in query-key pairs.
 
     Args:
         path: file to write; the suffix gives the format.
@@ -99,6 +99,7 @@ def _draw_layouts(panels: Sequence[Axes], plan: BalancePlan) -> None:
         axes.set_xlabel("device")
         axes.set_ylabel(blocks.unit)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
         axes.spines[["top", "right"]].set_visible(False)
     panels[1].set_ylim(panels[0].get_ylim())
 

@@ -83,7 +83,7 @@ def _data(plan: BalancePlan, title: str) -> dict[str, Any]:
                 "unit": blocks.unit,
                 "device": blocks.device.tolist(),
                 "sequence": blocks.sequence.tolist(),
-                "height": np.round(blocks.heights, 3).tolist(),
+                "height": blocks.heights.tolist(),
             }
             for blocks in layout_blocks(plan)
         ],

@@ -205,6 +205,7 @@ def _length(value: Any, place: str) -> int:
         is_whole = digits.isascii() and digits.isdigit() and len(digits) < 20
     if not is_whole or not 0 <= int(value) <= _MOST_TOKENS:
         raise UserError(
-            f"{place}: lengths are integers in 0 .. {_MOST_TOKENS}; got {str(value)[:40]!r}. Write tokens, separated by spaces."
+            f"{place}: lengths are integers in 0 .. {_MOST_TOKENS}; got {str(value)[:40]!r}. Write"
+            " numbers of tokens, separated by spaces."
         )
     return int(value)

@@ -76,5 +76,6 @@ def _draw_mix(axes: Axes, mix: Mapping[str, Any], chosen: str) -> None:
 
 
 def _mark_published(axes: Axes, row: Mapping[str, Any]) -> None:
+    axes.set_xlim(right=max(axes.get_xlim()[1], 1.05 * row["step_before_s"]))
     for seconds, style, when in ((row["step_before_s"], "--", "before"), (row["step_s"], ":", "after")):
         axes.axvline(seconds, color=_GREY, linewidth=1, linestyle=style, label=f"published, {when}")

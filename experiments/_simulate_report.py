@@ -11,11 +11,9 @@ from experiments._simulate_run import NONE, Comparison, Variant
 SCHEMA = 1
 
 # KnapFormer's joint run on 32 H100 (arXiv 2508.06001), a FLUX-shaped model: before balancing and after.
-PUBLISHED = {
-    "step_s": (8.05, 3.44),
-    "hfu": (0.1269, 0.2974),
-    "tokens_per_s": 107.5e3,
-}
+_PUBLISHED_STEP_S = (8.05, 3.44)
+_PUBLISHED_HFU = (0.1269, 0.2974)
+_PUBLISHED_TOKENS_PER_S = 107.5e3
 # The bags of its twelve experiments that balance the joint mix best; which ones its run had is not known here.
 _PUBLISHED_BAGS = "g8n4"
 
@@ -73,10 +71,10 @@ def _is_published(mix: Mapping[str, Any], model: StepModel) -> bool:
 
 
 def _beside_published(mix: Mapping[str, Any], model: StepModel) -> dict[str, Any]:
-    """The published row, ours, and ours with the speed of linear layers at which its unbalanced step is the published."""
+    """The published row, ours, and ours at the speed of linear layers that makes the unbalanced step the published."""
     plans = {plan["bags"]: plan for plan in mix["plans"]}
     before, after, free = plans[NONE.name], plans[_PUBLISHED_BAGS], plans["auto"]
-    published_before, published_after = PUBLISHED["step_s"]
+    published_before, published_after = _PUBLISHED_STEP_S
     fitted = before["compute_s"] / (published_before - before["optimiser_s"])
 
     def fitted_step(plan: Mapping[str, Any]) -> float:
@@ -97,9 +95,9 @@ def _beside_published(mix: Mapping[str, Any], model: StepModel) -> dict[str, Any
 
     published = row("KnapFormer, published (measured)", None, (published_before, published_after))
     published |= {
-        "hfu_before": PUBLISHED["hfu"][0],
-        "hfu": PUBLISHED["hfu"][1],
-        "tokens_per_s": PUBLISHED["tokens_per_s"],
+        "hfu_before": _PUBLISHED_HFU[0],
+        "hfu": _PUBLISHED_HFU[1],
+        "tokens_per_s": _PUBLISHED_TOKENS_PER_S,
     }
     fitted_flops = model.flops_per_s * fitted
     return {
@@ -111,7 +109,7 @@ def _beside_published(mix: Mapping[str, Any], model: StepModel) -> dict[str, Any
             row("modelled, speed fitted", "auto", (published_before, fitted_step(free))),
         ],
         "fitted_linear_flops_per_s": fitted_flops,
-        "published_flops_per_device": PUBLISHED["hfu"][1] * published_after * model.gpu.flop_speed("bf16"),
+        "published_flops_per_device": _PUBLISHED_HFU[1] * published_after * model.gpu.flop_speed("bf16"),
         "flops_per_device": mix["hardware_flops"] / model.machines.num_devices,
         "unexplained_s": published_after - fitted_step(after),
     }

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from experiments._program import UserError, checking
 from experiments._simulate_batches import Batch, Workload
 from experiments._simulate_model import StepModel
-from solver import BalancePlan, BagSpec, balance, parse_bags
+from solver import BagSpec, BalancePlan, balance, parse_bags
 
 # A plan cut finer takes gigabytes and says nothing new: (sequence, device) pairs, at most.
 _MOST_PIECES = 4_000_000
@@ -127,7 +128,7 @@ def _figures(entry: Variant, workload: Workload, model: StepModel) -> dict[str, 
         entry.plan(batches[0], model)  # the first plans of a process load or compile the planner's loops
     each = []
     for batch in batches:
-        plan, plan_ms = _timed(lambda batch=batch: entry.plan(batch, model))
+        plan, plan_ms = _timed(partial(entry.plan, batch, model))
         each.append({**plan_figures(plan, model), "plan_ms": plan_ms})
     mean = {name: float(np.mean([figures[name] for figures in each])) for name in each[0]}
     tokens = sum(batch.num_tokens for batch in batches)
