@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,9 @@ def save_plan(path: Path, plan: BalancePlan, *, title: str = "", option: str = "
 
 def plan_page(plan: BalancePlan, *, title: str = "") -> str:
     """The page: HTML with its style, script and data inside, and nothing from elsewhere."""
-    template = _TEMPLATE.read_text(encoding="utf-8")
-    # The data last, so that nothing in it is taken for a place to fill.
-    return template.replace("{{title}}", html.escape(title or "plan")).replace(
-        "{{data}}", _embedded(_data(plan, title))
-    )
+    filling = {"title": html.escape(title or "plan"), "data": _embedded(_data(plan, title))}
+    # In one pass, so that nothing in a title is taken for a place to fill.
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: filling[found[1]], _TEMPLATE.read_text(encoding="utf-8"))
 
 
 def _embedded(data: dict[str, Any]) -> str:

@@ -89,9 +89,9 @@ def drawn_workload(
             f"--devices must be a multiple or a divisor of the {ranks} ranks of --mix {mix}; got {devices}. Choose"
             " another number, or codes with other numbers of ranks (X in gXbYiZfWsV)."
         )
-    _check_amounts(parts, copies=max(devices // ranks, 1))
     if steps is None:
         steps = 3 if devices <= _FEW_DEVICES else 1
+    _check_amounts(parts, copies=max(devices // ranks, 1), steps=steps)
     source = SyntheticCodes(codes, num_ranks=max(devices, ranks), num_steps=steps, seed=seed)
     ranks_per_device = max(ranks // devices, 1)
     batches = []
@@ -112,11 +112,12 @@ def _check_devices(devices: int) -> None:
         raise UserError(f"--devices must be in 1 .. {MOST_DEVICES}; got {devices}.")
 
 
-def _check_amounts(parts: Sequence[DataCode], *, copies: int) -> None:
+def _check_amounts(parts: Sequence[DataCode], *, copies: int, steps: int) -> None:
     sequences = copies * sum(part.num_ranks * part.samples for part in parts)
-    if sequences > _MOST_SEQUENCES:
+    if sequences * steps > _MOST_SEQUENCES:
         raise UserError(
-            f"--mix: at most {_MOST_SEQUENCES} sequences a step; got {sequences}. Lower Y, the samples of a rank."
+            f"--mix: at most {_MOST_SEQUENCES:,} sequences over all steps; got {sequences:,} in each of {steps}. Lower"
+            " --steps, or Y, the samples of a rank."
         )
     longest = max(math.prod(part.grid()) for part in parts)
     if longest > _MOST_TOKENS:
@@ -168,7 +169,7 @@ def _read(path: Path, name: str) -> str:
             raise UserError(
                 f"{name}: at most {_LARGEST_FILE >> 20} MiB; got {path.stat().st_size >> 20} MiB."
             )
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"{name}: cannot be read: {error.strerror}. Give a file of lengths.") from error
     except UnicodeDecodeError as error:

@@ -60,12 +60,18 @@ def variant(text: str, num_devices: int) -> Variant:
     Raises:
         UserError: for another text, or bags that the devices are not a multiple of.
     """
-    known = {v.name: v for v in (NONE, AUTO, Variant("full", BagSpec(((num_devices, 1),))))}
-    if text in known:
-        return known[text] if text != "full" else Variant(str(known[text].bags), known[text].bags)
+    for known in (NONE, AUTO):
+        if text == known.name:
+            return known
+    if text == "full":
+        return _with_bags(BagSpec(((num_devices, 1),)))
     with checking("--bags takes none, auto, full or a bag spec"):
         spec = parse_bags(text)
         spec.layout(num_devices)
+    return _with_bags(spec)
+
+
+def _with_bags(spec: BagSpec) -> Variant:
     return Variant(str(spec), spec)
 
 
@@ -73,7 +79,7 @@ def variants_for(num_devices: int, chosen: Variant) -> list[Variant]:
     """No balancing, equal bags of every size that divides the devices, free placement, and the chosen one."""
     sizes = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
     specs = [BagSpec(((size, num_devices // size),)) for size in sizes]
-    listed = [NONE, *(Variant(str(spec), spec) for spec in specs), AUTO]
+    listed = [NONE, *map(_with_bags, specs), AUTO]
     return listed if chosen in listed else [*listed[:-1], chosen, AUTO]
 
 
@@ -108,8 +114,8 @@ def compare(workload: Workload, model: StepModel, variants: Sequence[Variant]) -
     return Comparison(workload, plans, left_out)
 
 
-def check_variant(chosen: Variant, workload: Workload) -> None:
-    """Refuse a chosen variant that would be left out.
+def check_plannable(workload: Workload, model: StepModel, chosen: Variant) -> None:
+    """Refuse what cannot be planned: attention that would never end, or a chosen plan that would be left out.
 
     Raises:
         UserError: naming the limit.
@@ -120,6 +126,9 @@ def check_variant(chosen: Variant, workload: Workload) -> None:
             f"--bags {chosen.name}: at most {_MOST_PIECES:,} pieces of sequences (sequences times devices of a bag);"
             f" got {pieces:,}. Take smaller bags or fewer devices."
         )
+    with checking("--lengths" if workload.name == "lengths" else "--mix"):
+        for batch in workload.batches:
+            NONE.plan(batch, model)
 
 
 def _figures(entry: Variant, workload: Workload, model: StepModel) -> dict[str, Any]:

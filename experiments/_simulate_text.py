@@ -13,7 +13,7 @@ def report_markdown(report: Mapping[str, Any]) -> str:
     for mix in report["mixes"]:
         parts += [
             _mix_head(mix),
-            _plans_table(mix, report["settings"]["bags"]),
+            _plans_table(mix, report["settings"]),
             _times_table(mix, report["settings"]),
         ]
         parts += [f"Left out: {name}, {reason}." for name, reason in mix["left_out"].items()]
@@ -36,18 +36,20 @@ def _mix_head(mix: Mapping[str, Any]) -> str:
     source = "" if mix["mix"] == "lengths" else f" `{mix['source']}`,"
     text = f"""{mix["batches"]} batch{"es" * (mix["batches"] > 1)},{source} {mix["sequences"]:,.0f} sequences and
         {mix["tokens"]:,.0f} tokens each, the longest of {mix["longest"]:,};
-        {mix["hardware_flops"] / 1e15:,.3g} PFLOP a step."""
+        {mix["hardware_flops"] / 1e15:,.1f} PFLOP a step{", text and image tokens apart" * mix["text_apart"]}."""
     return f"## {mix['mix']}\n\n{paragraph(text)}"
 
 
-def _marked(plan: Mapping[str, Any], chosen: str) -> str:
-    return f"**{plan['bags']}**" if plan["bags"] == chosen else plan["bags"]
+def _marked(plan: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    name = plan["bags"]
+    label = f"{name} (full)" if name == f"g{settings['num_devices']}n1" else name
+    return f"**{label}**" if name == settings["bags"] else label
 
 
-def _plans_table(mix: Mapping[str, Any], chosen: str) -> str:
+def _plans_table(mix: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     rows = [
         [
-            _marked(plan, chosen),
+            _marked(plan, settings),
             f"{plan['load']:.4f}",
             f"{plan['static_step_cost']:.3f}",
             f"{plan['static_step_cost_worst']:.3f}",
@@ -78,7 +80,7 @@ def _plans_table(mix: Mapping[str, Any], chosen: str) -> str:
 def _times_table(mix: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     rows = [
         [
-            _marked(plan, settings["bags"]),
+            _marked(plan, settings),
             _seconds(plan["compute_s"]),
             _seconds(plan["traffic_s"]),
             f"{plan['sent_inside_bytes'] / 1e9:.1f}",
@@ -147,14 +149,16 @@ def published_table(report: Mapping[str, Any]) -> str:
 
 def _published_text(report: Mapping[str, Any]) -> str:
     published = report["published"]
+    both = published["fit_of_both"]
     speed = report["settings"]["linear_flops_per_s"] / 1e12
     return paragraph(
         f"""Published HFU times step time is {published["published_flops_per_device"] / 1e12:,.0f} TFLOP a device and
         step; the FLOPs counted here are {published["flops_per_device"] / 1e12:,.0f}. *Speed fitted*: linear layers at
         {published["fitted_linear_flops_per_s"] / 1e12:.0f} TFLOP/s instead of {speed:.0f}, at which the unbalanced step
-        takes the published time. Of the published balanced step {published["unexplained_s"]:.2f} s are then not in the
-        model. It leaves out what balancing does not change: waiting for collectives, moves of data to the token
-        layout, launches, embeddings and heads, data loading, and uneven speeds of GPUs."""
+        takes the published time. Both published steps are met by {both["linear_flops_per_s"] / 1e12:.0f} TFLOP/s and
+        {both["extra_s"]:.2f} s more in every step. The model leaves out what balancing does not change: waiting for
+        collectives and for slower GPUs, moving data to where its tokens are computed, launches, memory-bound kernels
+        at small sizes, embeddings and heads, data loading."""
     )
 
 

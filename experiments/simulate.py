@@ -71,11 +71,11 @@ def main(argv: Sequence[str]) -> int:
     _check_output(args)
     workloads = _workloads(args)
     model = _model(args, workloads[0].num_devices)
-    from experiments._simulate_run import check_variant, compare, variant, variants_for
+    from experiments._simulate_run import check_plannable, compare, variant, variants_for
 
     chosen = variant(args.bags, model.machines.num_devices)
     for workload in workloads:
-        check_variant(chosen, workload)
+        check_plannable(workload, model, chosen)
     if args.plot is not None:
         from experiments._plan_page import save_plan
 
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     from experiments._simulate_text import report_markdown
 
     report = build_report(model, [compare(workload, model, variants) for workload in workloads], chosen)
-    report["settings"] |= {"seed": args.seed, "text_apart": args.text}
+    report["settings"]["seed"] = args.seed
     if args.figure is not None:
         from experiments._simulate_figure import save_figure
 
