@@ -19,6 +19,8 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F
 INSIDE, ACROSS = "#5F6368", "#D55E00"
 # More arcs than these only blacken the strip.
 MOST_ARCS = 1500
+# More of them than these are drawn thinner.
+_WIDE_ARCS = 150
 # Beyond this many devices blocks are too thin to have edges.
 _MOST_SEPARATE = 64
 
@@ -122,9 +124,8 @@ def _draw_arcs(axes: Axes, arcs: Arcs, what: str) -> None:
     y = height[:, None] * np.sin(angle)
     share = arcs.amounts / max(int(arcs.amounts.max(initial=0)), 1)
     colours = np.where(arcs.across, ACROSS, INSIDE)
-    lines = LineCollection(
-        list(np.stack([x, y], -1)), colors=list(colours), linewidths=0.25 + 2 * share, alpha=0.6
-    )
+    widths = 0.25 + 2 * share * min(1.0, (_WIDE_ARCS / max(len(low), 1)) ** 0.5)
+    lines = LineCollection(list(np.stack([x, y], -1)), colors=list(colours), linewidths=widths, alpha=0.6)
     axes.add_collection(lines)
     axes.set_ylim(0, 1.05)
     axes.set_yticks([])

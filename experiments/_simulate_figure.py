@@ -67,8 +67,7 @@ def _draw_mix(axes: Axes, mix: Mapping[str, Any], chosen: str) -> None:
     for tick, plan in zip(axes.get_yticklabels(), plans, strict=True):
         tick.set_fontweight("bold" if plan["bags"] == chosen else "normal")
     axes.invert_yaxis()
-    axes.margins(x=0.14)
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.15 * max(plan["step_s"] for plan in plans))
     axes.set_xlabel("seconds", fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
     axes.set_title(mix["mix"], fontsize=10)

@@ -171,10 +171,11 @@ _NOTES = _lines(
         """*load*, *tokens*, *attention*: the fullest device over the mean. *J*: a static-shape step, padded to the most
         tokens and the most attention, over the mean load. *moved*: tokens that leave the device they were loaded on.
         *rows sent*: (token, head) rows whose attention runs on another device, over all; *across*: on another
-        machine. *plan*: median on this machine's CPU.""",
+        machine; over 100 % where heads are fewer than a bag's devices, so that a head's keys go to several. *plan*:
+        median on this machine's CPU.""",
         """*GB inside* and *across*: the most that a device sends for attention in a step. *step*: attention's traffic
         waits for compute and the other way round; *overlapped*: it runs under compute. Means over batches; throughput,
-        HFU and speed-up (over none) are of the mean *step*.""",
+        HFU and speed-up (over none, which with dynamic shapes would take *load* instead of J) are of the mean *step*.""",
         """*HFU*: FLOPs of the true tokens, forward, forward again if rematerialised, and backward as two forwards, of
         24 l d^2 + 4 l^2 d a block, over step time and bfloat16 peak.""",
     )
