@@ -156,9 +156,9 @@ def _published_text(report: Mapping[str, Any]) -> str:
         step; the FLOPs counted here are {published["flops_per_device"] / 1e12:,.0f}. *Speed fitted*: linear layers at
         {published["fitted_linear_flops_per_s"] / 1e12:.0f} TFLOP/s instead of {speed:.0f}, at which the unbalanced step
         takes the published time. Both published steps are met by {both["linear_flops_per_s"] / 1e12:.0f} TFLOP/s and
-        {both["extra_s"]:.2f} s more in every step. The model leaves out what balancing does not change: waiting for
-        collectives and for slower GPUs, moving data to where its tokens are computed, launches, memory-bound kernels
-        at small sizes, embeddings and heads, data loading."""
+        {both["extra_s"]:.2f} s more in every step. Not in the model: moving data
+        to where its tokens are computed, waiting for collectives and for slower GPUs, launches, kernels that small
+        pieces leave inefficient, embeddings and final layers, data loading."""
     )
 
 
@@ -175,7 +175,8 @@ _NOTES = _lines(
         median on this machine's CPU.""",
         """*GB inside* and *across*: the most that a device sends for attention in a step. *step*: attention's traffic
         waits for compute and the other way round; *overlapped*: it runs under compute. Means over batches; throughput,
-        HFU and speed-up (over none, which with dynamic shapes would take *load* instead of J) are of the mean *step*.""",
+        HFU and speed-up (over none, which with dynamic shapes would take *load* instead of J) are of the mean
+        *step*.""",
         """*HFU*: FLOPs of the true tokens, forward, forward again if rematerialised, and backward as two forwards, of
         24 l d^2 + 4 l^2 d a block, over step time and bfloat16 peak.""",
     )
