@@ -49,7 +49,7 @@ def save_plan(path: Path, plan: BalancePlan, *, title: str = "", option: str = "
 
 def plan_page(plan: BalancePlan, *, title: str = "") -> str:
     """The page: HTML with its style, script and data inside, and nothing from elsewhere."""
-    filling = {"title": html.escape(title or "plan"), "data": _embedded(_data(plan, title))}
+    filling = {"title": html.escape(title or "plan"), "data": _embedded(_data(plan))}
     # In one pass, so that nothing in a title is taken for a place to fill.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: filling[found[1]], _TEMPLATE.read_text(encoding="utf-8"))
 
@@ -62,13 +62,12 @@ def _embedded(data: dict[str, Any]) -> str:
     return text
 
 
-def _data(plan: BalancePlan, title: str) -> dict[str, Any]:
+def _data(plan: BalancePlan) -> dict[str, Any]:
     sent = traffic(plan)
     per_machine = plan.topology.devices_per_machine
     mean_load = float(plan.load.mean()) or 1.0
     mean_attention = float(plan.attention_work.mean()) or 1.0
     return {
-        "title": title,
         "devices": plan.num_devices,
         "perMachine": per_machine,
         "heads": plan.num_heads,

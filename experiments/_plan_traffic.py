@@ -43,12 +43,6 @@ class Arcs:
     total_across: int
     num_pairs: int
 
-    @property
-    def shown(self) -> float:
-        """Share of the amounts that is listed; 1 where there is nothing."""
-        total = self.total_inside + self.total_across
-        return float(self.amounts.sum()) / total if total else 1.0
-
 
 def traffic(plan: BalancePlan) -> Traffic:
     """Who sends what to whom; global, on the host.

@@ -36,8 +36,12 @@ def _mix_head(mix: Mapping[str, Any]) -> str:
     source = "" if mix["mix"] == "lengths" else f" `{mix['source']}`,"
     text = f"""{mix["batches"]} batch{"es" * (mix["batches"] > 1)},{source} {mix["sequences"]:,.0f} sequences and
         {mix["tokens"]:,.0f} tokens each, the longest of {mix["longest"]:,};
-        {mix["hardware_flops"] / 1e15:,.1f} PFLOP a step{", text and image tokens apart" * mix["text_apart"]}."""
+        {_amount(mix["hardware_flops"] / 1e15)} PFLOP a step{", text and image tokens apart" * mix["text_apart"]}."""
     return f"## {mix['mix']}\n\n{paragraph(text)}"
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _marked(plan: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
