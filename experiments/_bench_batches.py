@@ -12,15 +12,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from experiments._program import UserError
-from experiments.data import StepData, StepIndex, StepSampler, SyntheticCodes
+from experiments.data import MIXES, StepData, StepIndex, StepSampler, SyntheticCodes
 
 CHECKOUT = Path(__file__).parents[1]
 RECORDED = CHECKOUT / "tests" / "data" / "balance.json.gz"
 
-JOINT_CODES = (
-    "g8b4i256f1s0,g2b5i512f1s0,g2b5i1024f1s0,g4b1i2048f1s0,"
-    "g1b10i256f4s0,g3b1i512f4s0,g8b2i256f85s1,g4b1i512f85s1"
-)
+JOINT_CODES = MIXES["joint"]
 # By which lengths are divided to bring the mixes from 32 devices of a cluster to 8 virtual ones.
 SCALE = 32
 # The mixes draw 0 to 392 text tokens; the recorded lengths are totals, so each gets the mean, scaled.

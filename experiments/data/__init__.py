@@ -37,6 +37,7 @@ from experiments.data._rows import rows_from_frames as rows_from_frames
 from experiments.data._rows import snap_grid as snap_grid
 from experiments.data._sampler import StepSampler as StepSampler
 from experiments.data._shards import WebDatasetShards as WebDatasetShards
+from experiments.data._synthetic import MIXES as MIXES
 from experiments.data._synthetic import DataCode as DataCode
 from experiments.data._synthetic import SyntheticCodes as SyntheticCodes
 from experiments.data._synthetic import SyntheticRows as SyntheticRows
@@ -55,6 +56,7 @@ __all__ = [
     "DIGIT_SIZES",
     "DIGIT_WORDS",
     "LARGE_DIGIT_SIZES",
+    "MIXES",
     "SMALL_DIGIT_SIZES",
     "BadLimit",
     "BadSampleError",

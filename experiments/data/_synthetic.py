@@ -23,6 +23,16 @@ _ASPECT_RANGE = (0.96, 1.04)
 
 MAX_TEXT = 392
 
+# The three mixes of KnapFormer's experiments, 32 ranks each.
+MIXES = {
+    "lowres": "g32b32i256f1s0",
+    "mixres": "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0",
+    "joint": (
+        "g8b4i256f1s0,g2b5i512f1s0,g2b5i1024f1s0,g4b1i2048f1s0,"
+        "g1b10i256f4s0,g3b1i512f4s0,g8b2i256f85s1,g4b1i512f85s1"
+    ),
+}
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DataCode:

@@ -49,6 +49,7 @@ def test_contents(wheel):
     assert {name.split("/")[-1] for name in names if name.endswith(".gin")} == shipped
     gpus = {path.name for path in (ROOT / "experiments" / "gpus").iterdir()}
     assert {name.split("/")[-1] for name in names if name.startswith("experiments/gpus/")} == gpus
+    assert "experiments/pages/plan.html" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any("test" in name for name in names)
     sources = {str(path.relative_to(ROOT)) for p in packages for path in (ROOT / p).rglob("*.py")}
