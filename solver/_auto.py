@@ -77,14 +77,16 @@ def _alternatives(problem: BalanceProblem, links: Links) -> list[tuple[BagSpec |
     found: list[tuple[BagSpec | None, float]] = [(None, links.compute_seconds(cost, tokens, attention))]
     longest = int(lengths.max())
     mean_tokens, mean_attention = _means(problem)
-    row_s = links.row_seconds(cost.width / problem.num_heads)
+    head_dim, of_machine = cost.width / problem.num_heads, problem.topology.devices_per_machine
     size = 1
     while size <= num_devices:
         if num_devices % size == 0:
             tokens = max(longest / size, mean_tokens)
             attention = max(float(cost.attention(longest)) / size, mean_attention)
-            sent = mean_tokens * problem.num_heads * (size - 1) / size
-            bound_s = links.compute_seconds(cost, tokens, attention) + sent * row_s
+            rows = mean_tokens * problem.num_heads / size  # that go to one of the others in the bag
+            bound_s = links.compute_seconds(cost, tokens, attention)
+            bound_s += rows * (min(size, of_machine) - 1) * links.row_seconds(head_dim)
+            bound_s += rows * max(size - of_machine, 0) * links.row_seconds(head_dim, across=True)
             found.append((BagSpec(((size, num_devices // size),)), bound_s))
         size *= 2
     return found

@@ -28,7 +28,7 @@ _FLUID = 0.5
 # Part of a machine's attention that fluid sequences may take before another machine is added; the first that lets whole
 # sequences fill the rest.
 _FILLED = (0.95, 0.88, 0.8, 0.7, 0.6)
-_WELL_FILLED = 2.0  # how much more than it may a machine may be off before a fluid sequence is given another
+_WELL_FILLED = 2.8  # how much more than it may a machine may be off before a fluid sequence is given another
 
 
 def place_freely(problem: BalanceProblem, lower_bounds: tuple[float, float]) -> BalancePlan:

@@ -14,7 +14,7 @@ from solver._auto_slices import Pieces
 # What devices may be off, over their share.
 _ATTENTION_OFF = 0.0095
 _LEAST_OFF = 0.15  # the least of that, where the whole machine is off
-_WHOLE_TOKENS_OFF = 0.004  # in tokens of whole sequences: the token layout evens them out
+_WHOLE_TOKENS_OFF = 0.003  # in tokens of whole sequences: the token layout evens them out
 _BESIDE_FLUID_OFF = 0.01  # in all, where fluid sequences even it out
 _SPREAD_OFF = 0.0005  # in tokens, after that
 _FIT_MOVES = 8  # exchanges per device
@@ -112,6 +112,8 @@ def _spread_whole(
     off[:-1] = np.maximum(off[:-1], _WHOLE_TOKENS_OFF)
     if beside_fluid:
         off = np.maximum(off, _BESIDE_FLUID_OFF)
+    else:
+        off[-1] = _ATTENTION_OFF * resources.looser * 0.9
     capacity = np.repeat(values.sum(1)[:, None] / n, n, 1)
     return partition(values, capacity, resources.share, off, home[whole], trades=False)
 
