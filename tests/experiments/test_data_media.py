@@ -271,7 +271,7 @@ def test_an_index_folder_that_cannot_be_written_is_refused(tmp_path):
         patch=8, max_tokens=64, allow_uncaptioned=True, index_folder=tmp_path / "file" / "cache"
     )
     with pytest.raises(
-        DataError, match="index_folder must be a folder that can be written; got .*file/cache"
+        DataError, match=r"index_folder must be a folder that can be written; got .*file/cache"
     ):
         ImageFolder(tmp_path / "data", rules=rules)
 
