@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from experiments._bench_batches import RowWidths, random_data
@@ -81,6 +81,11 @@ class Bench:
         return self.mesh.devices.size
 
     @property
+    def platform(self) -> str:
+        """Of the devices, as JAX calls it."""
+        return self.mesh.devices.flat[0].platform
+
+    @property
     def padded(self) -> bool:
         """Whether the platform pads its exchanges."""
         return needs_padded_exchange(self.mesh)
@@ -95,6 +100,11 @@ class Bench:
             block=self.shape.block,
             padded=self.padded,
         )
+
+    def needs(self, index: StepIndex, bags: str | None) -> StepCapacity:
+        """Exact sizes of a batch's program."""
+        planner = self.planner(bags)
+        return planner.needs(planner.layout(index))
 
     def _module(self) -> nnx.Module:
         text = PrecomputedText(text_channels=_WIDTHS.text_channels, pooled_channels=_WIDTHS.pooled_channels)
@@ -177,7 +187,7 @@ class Case:
         index: the batch.
         bags: bag spec, None for sequences where they start.
         capacity: of the program; None for exactly what the batch needs.
-        run: the program; made on first use where None.
+        shares: the case in whose program this one runs; None for a program of its own.
         seconds: of a block in each round, measured so far.
     """
 
@@ -185,7 +195,7 @@ class Case:
     index: StepIndex
     bags: str | None
     capacity: StepCapacity | None = None
-    run: Any = None
+    shares: "Case | None" = None
     seconds: list[float] = field(default_factory=list)
 
     @cached_property
@@ -196,7 +206,7 @@ class Case:
     @cached_property
     def sizes(self) -> StepCapacity:
         """The program's capacity."""
-        return self.bench.planner(self.bags).needs(self.layout) if self.capacity is None else self.capacity
+        return self.bench.needs(self.index, self.bags) if self.capacity is None else self.capacity
 
     @cached_property
     def work(self) -> Work:
@@ -227,9 +237,15 @@ class Case:
         return jax.block_until_ready(inputs)
 
     def prepare(self) -> None:
-        """Place the inputs, compile the program if there is none, and run it once."""
-        self.run = self.bench.gradients(self.sizes) if self.run is None else self.run
+        """Place the inputs, compile the program if it is not yet, and run it once."""
         self._call()
+
+    @cached_property
+    def _run(self) -> Any:
+        if self.shares is None:
+            return self.bench.gradients(self.sizes)
+        assert self.shares.sizes == self.sizes, "one program has one capacity"
+        return self.shares._run
 
     def time(self) -> None:
         """Run once more, and keep the seconds of a block."""
@@ -238,14 +254,10 @@ class Case:
         self.seconds.append((time.perf_counter() - started) / self.bench.shape.num_blocks)
 
     def _call(self) -> None:
-        jax.block_until_ready(self.run(self.bench.params, self._inputs, self.bench.key))
+        jax.block_until_ready(self._run(self.bench.params, self._inputs, self.bench.key))
 
     @property
     def least(self) -> float:
         """Least seconds of a block: what other load on the machine touched least."""
         return min(self.seconds)
 
-
-def replicated(mesh: Mesh) -> NamedSharding:
-    """Sharding of an array that every device has."""
-    return NamedSharding(mesh, P())

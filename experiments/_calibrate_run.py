@@ -1,0 +1,249 @@
+"""A calibration from start to end: devices, measurements, fits, file, figure and report."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments._bench_report import Conditions, markdown_table, paragraph
+from experiments._calibrate_cases import Cases, calibration_cases, random_cases, time_in_turn
+from experiments._calibrate_check import Checked, check_cases, check_figures, check_table
+from experiments._calibrate_fit import fit_terms, fit_two_columns
+from experiments._calibrate_program import Bench, Case, model_config
+from experiments._calibrate_settings import Requested
+from experiments._calibration import BlockShape, Calibration, load_calibration
+from experiments._disk import write_text, writing
+from experiments._platform import ProcessSettings, cpu_cores, make_mesh, prepare_platform
+from experiments._program import UserError, checking
+from experiments._run import default_links
+
+_ONE_DEVICE = "there is one device, and nothing to exchange"
+_NOTHING_SENT = "no rows were sent, or sending them took no time that could be measured"
+
+
+def calibrate(out: Path, requested: Requested) -> str:
+    """Measure, fit, write the file and its figure. Returns the report, as markdown.
+
+    Args:
+        out: JSON file; the figure has its name and ends in .png.
+        requested: what was asked for, checked.
+
+    Raises:
+        UserError: for devices that are not there, times that cannot be fitted, or files that cannot be written.
+    """
+    bench = make_bench(requested, None)
+    platform = bench.platform
+    lengths = requested.lengths_on(platform)
+    conditions = Conditions.now()
+    cases = calibration_cases(bench, lengths)
+    checks = random_cases(bench, lengths[-1], requested.batches) if requested.batches else []
+    time_in_turn([*cases.all, *checks], repeats=requested.repeats)
+    calibration = fitted(bench, cases, conditions)
+    checked = check_cases(calibration, checks, default_links(padded=bench.padded))
+    figure = out.with_suffix(".png")
+    contents = calibration.as_json() | {"check": check_figures(checked) if checked else None}
+    write_text(out, json.dumps(contents, indent=1) + "\n", option="--out")
+    _draw(figure, bench, cases, calibration, checked)
+    return report(bench, cases, calibration, checked, conditions) + f"\nWrote {out} and {figure}.\n"
+
+
+def check_file(path: Path, requested: Requested) -> str:
+    """Measure random batches against the prediction of a file. Returns the report, as markdown.
+
+    Raises:
+        UserError: for a file that is no calibration, or of other devices.
+    """
+    calibration = load_calibration(path)
+    if requested.shape:
+        raise UserError(
+            f"--check FILE measures the blocks of the file; got {', '.join(requested.shape)} too. Leave that out."
+        )
+    bench = make_bench(requested, calibration)
+    longest = requested.lengths_on(bench.platform)[-1]
+    if requested.lengths is None:
+        longest = int(max(calibration.record.get("lengths", [longest])))
+    conditions = Conditions.now()
+    checks = random_cases(bench, longest, requested.batches)
+    time_in_turn(checks, repeats=requested.repeats)
+    checked = check_cases(calibration, checks, default_links(padded=bench.padded))
+    return f"{_check_text(checked)}\n\n{_where(bench, conditions)}\n"
+
+
+def make_bench(requested: Requested, calibration: Calibration | None) -> Bench:
+    """Devices and blocks; those of a calibration, if there is one.
+
+    Raises:
+        UserError: for too few devices, devices of another kind than the calibration's, or sizes that no model has.
+    """
+    count = requested.devices if calibration is None else requested.devices or calibration.num_devices
+    cores = cpu_cores()
+    prepare_platform(count or cores, ProcessSettings())
+    if jax.process_count() > 1:
+        raise UserError(f"calibration is of one process; got {jax.process_count()}. Start it once, by itself.")
+    devices = jax.devices()
+    platform, kind = devices[0].platform, devices[0].device_kind
+    if calibration is not None and kind != calibration.device_kind:
+        raise UserError(
+            f"the calibration is of {calibration.device_kind}, and the devices are {kind}. Calibrate these."
+        )
+    if count is None:
+        count = min(len(devices), cores) if platform == "cpu" else len(devices)
+    if count > len(devices):
+        raise UserError(f"--devices must be at most the {len(devices)} there are; got {count}.")
+    shape = requested.shape_on(platform) if calibration is None else calibration.shape
+    model_config(shape)
+    return Bench(shape, make_mesh(count, 1), cores if platform == "cpu" else None)
+
+
+def fitted(bench: Bench, cases: Cases, conditions: Conditions) -> Calibration:
+    """Fits to timed batches.
+
+    Raises:
+        UserError: for times that cannot be fitted.
+    """
+    lengths = np.array([int(case.index.lengths[0]) for case in cases.single])
+    with checking("the measured times cannot be fitted"):
+        two = fit_two_columns(
+            lengths, np.array([case.least for case in cases.single]), width=bench.shape.width
+        )
+        terms = fit_terms([case.work for case in cases.all], np.array([case.least for case in cases.all]))
+    no_exchange = None
+    if bench.num_devices == 1:
+        no_exchange = _ONE_DEVICE
+    elif terms.exchange_s_per_byte is None:
+        no_exchange = _NOTHING_SENT
+    record = {
+        "date": conditions.date,
+        "jax_version": jax.__version__,
+        "platform": bench.platform,
+        "cpu": {"name": conditions.cpu_name, "cores": conditions.cpus},
+        "load_average": {"start": conditions.load, "end": os.getloadavg()[0]},
+        "repeats": len(cases.single[0].seconds),
+        "statistic": "least of the repeats; seconds of one block, forward and backward",
+        "lengths": lengths.tolist(),
+        "seconds": [case.least for case in cases.single],
+        "measurements": [
+            {"kind": name, **_measurement(case, terms.seconds(case.work))}
+            for name in ("single", "packed", "exchanged")
+            for case in getattr(cases, name)
+        ],
+    }
+    return Calibration(
+        bench.mesh.devices.flat[0].device_kind, bench.num_devices, bench.shape, two, terms, no_exchange, record
+    )
+
+
+def _measurement(case: Case, fitted_s: float) -> dict[str, Any]:
+    return {
+        "sequences": case.index.num_sequences,
+        "tokens": int(case.index.lengths.sum()),
+        "bags": case.bags,
+        **case.work._asdict(),
+        "seconds": case.seconds,
+        "fitted_s": fitted_s,
+        "residual": fitted_s / case.least - 1,
+    }
+
+
+def _draw(
+    path: Path, bench: Bench, cases: Cases, calibration: Calibration, checked: Sequence[Checked]
+) -> None:
+    from experiments._calibrate_figure import plot_calibration
+
+    title = f"{_devices(bench)}: {_blocks(bench.shape)}"
+    with writing(path, "Make room or choose another --out."):
+        plot_calibration(
+            path, cases.single, (calibration.two_columns, calibration.terms), checked, title=title
+        )
+
+
+def report(
+    bench: Bench,
+    cases: Cases,
+    calibration: Calibration,
+    checked: Sequence[Checked],
+    conditions: Conditions,
+) -> str:
+    """Everything for people, as markdown."""
+    two, terms = calibration.two_columns, calibration.terms
+    rows = []
+    for name in ("single", "packed", "exchanged"):
+        for case in getattr(cases, name):
+            length = int(case.index.lengths[0])
+            by_columns = f"{two.seconds(np.array(length)) * 1e3:.2f}" if name == "single" else "-"
+            by_terms = terms.seconds(case.work)
+            rows.append(
+                (
+                    name,
+                    length,
+                    case.index.num_sequences // bench.num_devices,
+                    f"{case.least * 1e3:.2f} ({float(np.median(case.seconds)) * 1e3:.2f})",
+                    by_columns,
+                    f"{by_terms * 1e3:.2f}",
+                    f"{by_terms / case.least - 1:+.1%}",
+                )
+            )
+    header = ("batch", "tokens", "sequences a device", "ms: least (median)", "two columns", "terms", "residual")
+    fits = [
+        (
+            "two columns",
+            f"{two.gamma:.3g}",
+            f"{two.seconds_per_flop:.3g}",
+            "-",
+            "-",
+            f"{two.quality.r_squared:.4f}",
+            f"{two.quality.mean_relative:.1%} ({two.quality.largest_relative:.1%})",
+        ),
+        (
+            "terms",
+            f"{terms.gamma:.3g}",
+            f"{terms.linear_s_per_flop:.3g}",
+            f"{terms.launch_s * 1e3:.3g} ms",
+            _exchange_text(calibration),
+            f"{terms.quality.r_squared:.4f}",
+            f"{terms.quality.mean_relative:.1%} ({terms.quality.largest_relative:.1%})",
+        ),
+    ]
+    fit_header = ("fit", "gamma", "s a FLOP", "launch", "exchange", "R^2", "residuals: mean (largest)")
+    parts = [
+        f"## Calibration: {_blocks(bench.shape)}",
+        markdown_table(header, rows),
+        markdown_table(fit_header, fits),
+    ]
+    if checked:
+        parts.append(_check_text(checked))
+    return "\n\n".join([*parts, _where(bench, conditions)]) + "\n"
+
+
+def _exchange_text(calibration: Calibration) -> str:
+    per_byte = calibration.terms.exchange_s_per_byte
+    if per_byte is None:
+        return f"none: {calibration.no_exchange}"
+    return f"{1e-9 / per_byte:.3g} GB/s" if per_byte else "0 s"
+
+
+def _check_text(checked: Sequence[Checked]) -> str:
+    figures = check_figures(checked)
+    summary = paragraph(
+        f"""Mean absolute error of the predicted step time over {len(checked)} random batches:
+        **{figures["mean_absolute_error"]:.1%}** (largest {figures["largest_absolute_error"]:.1%}); by the plans alone,
+        without what programs and blocks pad, {figures["mean_absolute_error_of_plans"]:.1%}."""
+    )
+    return f"{summary}\n\n{check_table(checked)}"
+
+
+def _blocks(shape: BlockShape) -> str:
+    return f"width {shape.width}, {shape.num_heads} heads, {shape.dtype}, blocks of {shape.block} rows"
+
+
+def _devices(bench: Bench) -> str:
+    return f"{bench.num_devices} x {bench.mesh.devices.flat[0].device_kind}"
+
+
+def _where(bench: Bench, conditions: Conditions) -> str:
+    return conditions.line("python -m experiments.calibrate", _devices(bench))
