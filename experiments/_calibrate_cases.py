@@ -20,7 +20,7 @@ _LEAST_CHECKED = 8
 # Of the lengths of checked sequences, before they are clipped: median over the tokens of a device, and spread.
 _MEDIAN_SHARE, _SPREAD = 1 / 6, 0.8
 # Tokens a device of the checked programs, over the longest measured length.
-_SHARES = (1.0, 0.75, 0.5)
+_SHARES = (0.3, 0.6, 1.0)
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,19 @@ def _random_index(bench: Bench, tokens: int, rng: np.random.Generator, step: int
 
 
 def time_in_turn(cases: Sequence[Case], *, repeats: int) -> None:
-    """Compile all, then time all in turn in every round, so that other load on the machine meets all alike."""
+    """Compile all, then time all in turn in every round, so that other load on the machine meets all alike.
+
+    Batches of one program follow each other, after a call that is not timed: in training a program runs again and again,
+    and its first call after another's finds memory and caches as that left them.
+    """
+    groups: dict[int, list[Case]] = {}
     for i, case in enumerate(cases):
-        _LOG.info("batch %d of %d: %s", i + 1, len(cases), "prepared" if case.shares else "compiling")
+        _LOG.info("batch %d of %d: %s", i + 1, len(cases), "placed" if case.shares else "compiling")
         case.prepare()
+        groups.setdefault(id(case.shares or case), []).append(case)
     for r in range(repeats):
         _LOG.info("round %d of %d", r + 1, repeats)
-        for case in cases if r % 2 else reversed(cases):
-            case.time()
+        for group in list(groups.values())[:: 1 if r % 2 else -1]:
+            group[0].prepare()
+            for case in group:
+                case.time()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from experiments._bench_report import markdown_table
+from experiments._calibrate_fit import Work
 from experiments._calibrate_program import Case
 from experiments._calibration import Calibration
 from solver import BalancePlan, Links
@@ -21,10 +22,12 @@ class Checked:
         bags: of its plan.
         sequences, tokens, longest: of the batch.
         program_tokens: rows of a device in its program, padding included.
-        measured_s: least of all rounds.
+        measured_s: median of all rounds.
+        samples_s: every round.
         predicted_s: by the calibrated cost model and links from the program's rows, the attention of the fullest device
             and what it sends.
         planned_s: the same from the plan alone, as the planner compares plans: no padding of programs or blocks.
+        work: of a block.
     """
 
     bags: str | None
@@ -33,8 +36,10 @@ class Checked:
     longest: int
     program_tokens: int
     measured_s: float
+    samples_s: tuple[float, ...]
     predicted_s: float
     planned_s: float
+    work: Work
 
     @property
     def error(self) -> float:
@@ -66,9 +71,11 @@ def _checked(calibration: Calibration, case: Case, default: Links) -> Checked:
         tokens=int(index.lengths.sum()),
         longest=int(index.lengths.max()),
         program_tokens=sizes.text + sizes.image,
-        measured_s=case.least * blocks,
+        measured_s=case.middle * blocks,
+        samples_s=tuple(s * blocks for s in case.seconds),
         predicted_s=calibration.terms.seconds(case.work) * blocks,
         planned_s=planned_seconds(calibration, case.layout.plan, default) * blocks,
+        work=case.work,
     )
 
 

@@ -55,7 +55,7 @@ def _draw_lengths(axes: Any, single: Sequence[Case], fits: tuple[TwoColumnFit, T
     lengths = np.array([int(case.index.lengths[0]) for case in single])
     for length, case in zip(lengths, single, strict=True):
         axes.plot([length] * len(case.seconds), np.array(case.seconds) * 1e3, ".", color=GREY, alpha=0.5, ms=4)
-    axes.plot(lengths, [case.least * 1e3 for case in single], "o", color="black", ms=5, label="measured, least")
+    axes.plot(lengths, [case.middle * 1e3 for case in single], "o", color="black", ms=5, label="measured, median")
     x = np.geomspace(lengths[0], lengths[-1], 100)
     axes.plot(
         x,
@@ -98,10 +98,10 @@ def _draw_check(axes: Any, checked: Sequence[Checked]) -> None:
 def _draw_residuals(axes: Any, single: Sequence[Case], fits: tuple[TwoColumnFit, TermsFit]) -> None:
     two, terms = fits
     lengths = np.array([int(case.index.lengths[0]) for case in single])
-    least = np.array([case.least for case in single])
-    axes.plot(lengths, two.seconds(lengths) / least - 1, "o-", color=ORANGE, label=r"$a\,l + b\,l^2$")
+    middle = np.array([case.middle for case in single])
+    axes.plot(lengths, two.seconds(lengths) / middle - 1, "o-", color=ORANGE, label=r"$a\,l + b\,l^2$")
     fitted = np.array([terms.seconds(case.work) for case in single])
-    axes.plot(lengths, fitted / least - 1, "o--", color=BLUE, label="terms")
+    axes.plot(lengths, fitted / middle - 1, "o--", color=BLUE, label="terms")
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("tokens of a sequence")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 import jax
@@ -257,7 +258,8 @@ class Case:
         jax.block_until_ready(self._run(self.bench.params, self._inputs, self.bench.key))
 
     @property
-    def least(self) -> float:
-        """Least seconds of a block: what other load on the machine touched least."""
-        return min(self.seconds)
+    def middle(self) -> float:
+        """Median seconds of a block. Other load on the machine slows short and long batches alike, and so cancels from
+        their ratios; the least of a few rounds would favour short ones, which fit between others' turns."""
+        return median(self.seconds)
 

@@ -109,9 +109,9 @@ def fitted(bench: Bench, cases: Cases, conditions: Conditions) -> Calibration:
     lengths = np.array([int(case.index.lengths[0]) for case in cases.single])
     with checking("the measured times cannot be fitted"):
         two = fit_two_columns(
-            lengths, np.array([case.least for case in cases.single]), width=bench.shape.width
+            lengths, np.array([case.middle for case in cases.single]), width=bench.shape.width
         )
-        terms = fit_terms([case.work for case in cases.all], np.array([case.least for case in cases.all]))
+        terms = fit_terms([case.work for case in cases.all], np.array([case.middle for case in cases.all]))
     no_exchange = None
     if bench.num_devices == 1:
         no_exchange = _ONE_DEVICE
@@ -124,9 +124,9 @@ def fitted(bench: Bench, cases: Cases, conditions: Conditions) -> Calibration:
         "cpu": {"name": conditions.cpu_name, "cores": conditions.cpus},
         "load_average": {"start": conditions.load, "end": os.getloadavg()[0]},
         "repeats": len(cases.single[0].seconds),
-        "statistic": "least of the repeats; seconds of one block, forward and backward",
+        "statistic": "median of the repeats; seconds of one block, forward and backward",
         "lengths": lengths.tolist(),
-        "seconds": [case.least for case in cases.single],
+        "seconds": [case.middle for case in cases.single],
         "measurements": [
             {"kind": name, **_measurement(case, terms.seconds(case.work))}
             for name in ("single", "packed", "exchanged")
@@ -146,7 +146,7 @@ def _measurement(case: Case, fitted_s: float) -> dict[str, Any]:
         **case.work._asdict(),
         "seconds": case.seconds,
         "fitted_s": fitted_s,
-        "residual": fitted_s / case.least - 1,
+        "residual": fitted_s / case.middle - 1,
     }
 
 
@@ -182,13 +182,13 @@ def report(
                     name,
                     length,
                     case.index.num_sequences // bench.num_devices,
-                    f"{case.least * 1e3:.2f} ({float(np.median(case.seconds)) * 1e3:.2f})",
+                    f"{case.middle * 1e3:.2f} ({min(case.seconds) * 1e3:.2f})",
                     by_columns,
                     f"{by_terms * 1e3:.2f}",
-                    f"{by_terms / case.least - 1:+.1%}",
+                    f"{by_terms / case.middle - 1:+.1%}",
                 )
             )
-    header = ("batch", "tokens", "sequences a device", "ms: least (median)", "two columns", "terms", "residual")
+    header = ("batch", "tokens", "sequences a device", "ms: median (least)", "two columns", "terms", "residual")
     fits = [
         (
             "two columns",

@@ -22,7 +22,7 @@ DEFAULT_SHAPES = {
 DEFAULT_LENGTHS = {
     # Ten from 448 to 65,536, each so many times the one before.
     "gpu": tuple(int(x) for x in np.rint(np.geomspace(448, 65536, 10))),
-    "cpu": (64, 128, 256, 512, 768, 1024),
+    "cpu": (64, 128, 192, 256, 384, 512),
 }
 
 

@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16; on CPU float32")
     parser.add_argument("--block", type=int, help="attention block size in rows (default: 128; on CPU 64)")
     parser.add_argument("--text", type=int, help="text tokens of a sequence (default: 512; on CPU 16)")
-    parser.add_argument("--repeats", type=int, default=5, help="timed rounds (default: 5)")
+    parser.add_argument("--repeats", type=int, default=9, help="timed rounds (default: 9)")
     return parser
 
 
