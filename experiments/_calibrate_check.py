@@ -93,7 +93,7 @@ def check_figures(checked: Sequence[Checked]) -> dict[str, Any]:
         "mean_absolute_error": mean_absolute([c.error for c in checked]),
         "largest_absolute_error": max(abs(c.error) for c in checked),
         "mean_absolute_error_of_plans": mean_absolute([c.planned_error for c in checked]),
-        "batches": [{**asdict(c), "error": c.error} for c in checked],
+        "batches": [{**asdict(c), "work": c.work._asdict(), "error": c.error} for c in checked],
     }
 
 

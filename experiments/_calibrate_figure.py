@@ -54,8 +54,12 @@ def _draw_lengths(axes: Any, single: Sequence[Case], fits: tuple[TwoColumnFit, T
     two, terms = fits
     lengths = np.array([int(case.index.lengths[0]) for case in single])
     for length, case in zip(lengths, single, strict=True):
-        axes.plot([length] * len(case.seconds), np.array(case.seconds) * 1e3, ".", color=GREY, alpha=0.5, ms=4)
-    axes.plot(lengths, [case.middle * 1e3 for case in single], "o", color="black", ms=5, label="measured, median")
+        axes.plot(
+            [length] * len(case.seconds), np.array(case.seconds) * 1e3, ".", color=GREY, alpha=0.5, ms=4
+        )
+    axes.plot(
+        lengths, [case.middle * 1e3 for case in single], "o", color="black", ms=5, label="measured, median"
+    )
     x = np.geomspace(lengths[0], lengths[-1], 100)
     axes.plot(
         x,
@@ -82,7 +86,9 @@ def _draw_check(axes: Any, checked: Sequence[Checked]) -> None:
     predicted = np.array([c.predicted_s for c in checked]) * 1e3
     bags = np.array([c.bags or "none" for c in checked])
     for name, color in zip(dict.fromkeys(bags.tolist()), (BLUE, ORANGE, GREEN), strict=False):
-        axes.plot(measured[bags == name], predicted[bags == name], "o", color=color, ms=4.5, label=f"bags {name}")
+        axes.plot(
+            measured[bags == name], predicted[bags == name], "o", color=color, ms=4.5, label=f"bags {name}"
+        )
     ends = np.array([0, 1.05 * max(measured.max(), predicted.max())])
     axes.plot(ends, ends, color="black", linewidth=0.9)
     axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color=GREY, alpha=0.15, linewidth=0, label="10 %")

@@ -221,11 +221,7 @@ class Case:
         )
         return Work(
             linear_flops=PASSES * 24.0 * (self.sizes.text + self.sizes.image) * shape.width**2,
-            attention_flops=PASSES
-            * 4.0
-            * shape.block**2
-            * shape.head_dim
-            * busiest(pairs, self.bench.cores),
+            attention_flops=PASSES * 4.0 * shape.block**2 * shape.head_dim * busiest(pairs, self.bench.cores),
             exchange_bytes=sent_bytes(shape, rows),
         )
 
@@ -262,4 +258,3 @@ class Case:
         """Median seconds of a block. Other load on the machine slows short and long batches alike, and so cancels from
         their ratios; the least of a few rounds would favour short ones, which fit between others' turns."""
         return median(self.seconds)
-

@@ -41,7 +41,7 @@ def calibrate(out: Path, requested: Requested) -> str:
     lengths = requested.lengths_on(platform)
     conditions = Conditions.now()
     cases = calibration_cases(bench, lengths)
-    checks = random_cases(bench, lengths[-1], requested.batches) if requested.batches else []
+    checks = random_cases(bench, lengths[-1], requested.batches or 0)
     time_in_turn([*cases.all, *checks], repeats=requested.repeats)
     calibration = fitted(bench, cases, conditions)
     checked = check_cases(calibration, checks, default_links(padded=bench.padded))
@@ -64,11 +64,9 @@ def check_file(path: Path, requested: Requested) -> str:
             f"--check FILE measures the blocks of the file; got {', '.join(requested.shape)} too. Leave that out."
         )
     bench = make_bench(requested, calibration)
-    longest = requested.lengths_on(bench.platform)[-1]
-    if requested.lengths is None:
-        longest = int(max(calibration.record.get("lengths", [longest])))
+    longest = max(requested.lengths or calibration.lengths)
     conditions = Conditions.now()
-    checks = random_cases(bench, longest, requested.batches)
+    checks = random_cases(bench, longest, requested.batches or 0)
     time_in_turn(checks, repeats=requested.repeats)
     checked = check_cases(calibration, checks, default_links(padded=bench.padded))
     return f"{_check_text(checked)}\n\n{_where(bench, conditions)}\n"
@@ -84,7 +82,9 @@ def make_bench(requested: Requested, calibration: Calibration | None) -> Bench:
     cores = cpu_cores()
     prepare_platform(count or cores, ProcessSettings())
     if jax.process_count() > 1:
-        raise UserError(f"calibration is of one process; got {jax.process_count()}. Start it once, by itself.")
+        raise UserError(
+            f"calibration is of one process; got {jax.process_count()}. Start it once, by itself."
+        )
     devices = jax.devices()
     platform, kind = devices[0].platform, devices[0].device_kind
     if calibration is not None and kind != calibration.device_kind:
@@ -125,8 +125,6 @@ def fitted(bench: Bench, cases: Cases, conditions: Conditions) -> Calibration:
         "load_average": {"start": conditions.load, "end": os.getloadavg()[0]},
         "repeats": len(cases.single[0].seconds),
         "statistic": "median of the repeats; seconds of one block, forward and backward",
-        "lengths": lengths.tolist(),
-        "seconds": [case.middle for case in cases.single],
         "measurements": [
             {"kind": name, **_measurement(case, terms.seconds(case.work))}
             for name in ("single", "packed", "exchanged")
@@ -134,7 +132,15 @@ def fitted(bench: Bench, cases: Cases, conditions: Conditions) -> Calibration:
         ],
     }
     return Calibration(
-        bench.mesh.devices.flat[0].device_kind, bench.num_devices, bench.shape, two, terms, no_exchange, record
+        device_kind=bench.mesh.devices.flat[0].device_kind,
+        num_devices=bench.num_devices,
+        shape=bench.shape,
+        lengths=tuple(lengths.tolist()),
+        seconds=tuple(case.middle for case in cases.single),
+        two_columns=two,
+        terms=terms,
+        no_exchange=no_exchange,
+        record=record,
     )
 
 
@@ -188,7 +194,15 @@ def report(
                     f"{by_terms / case.middle - 1:+.1%}",
                 )
             )
-    header = ("batch", "tokens", "sequences a device", "ms: median (least)", "two columns", "terms", "residual")
+    header = (
+        "batch",
+        "tokens",
+        "sequences a device",
+        "ms: median (least)",
+        "two columns",
+        "terms",
+        "residual",
+    )
     fits = [
         (
             "two columns",

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ _LOG = logging.getLogger(__name__)
 
 FORMAT = "jaxdit calibration"
 VERSION = 1
+_LARGEST = 1e300
 _REMEDY = "Write one with `python -m experiments.calibrate`."
 
 
@@ -62,6 +62,8 @@ class Calibration:
     Attributes:
         device_kind, num_devices: what it was measured on.
         shape: of the blocks.
+        lengths: tokens of the single sequences that were measured.
+        seconds: of a block on each, forward and backward.
         two_columns, terms: the fits.
         no_exchange: why `terms` has no exchange; None where it has one.
         record: everything else of the file: measurements, date, versions, load average.
@@ -70,6 +72,8 @@ class Calibration:
     device_kind: str
     num_devices: int
     shape: BlockShape
+    lengths: tuple[int, ...]
+    seconds: tuple[float, ...]
     two_columns: TwoColumnFit
     terms: TermsFit
     no_exchange: str | None
@@ -121,6 +125,8 @@ class Calibration:
             "device_kind": self.device_kind,
             "num_devices": self.num_devices,
             "shape": asdict(self.shape),
+            "lengths": list(self.lengths),
+            "seconds": list(self.seconds),
             "fits": fits,
             **self.record,
         }
@@ -158,7 +164,12 @@ def _parsed(value: dict[str, Any]) -> Calibration:
     shape, fits = _part(value, "shape"), _part(value, "fits")
     two, terms = _part(fits, "two_columns", "fits."), _part(fits, "terms", "fits.")
     exchange = _entry(terms, "exchange_s_per_byte", "fits.terms.")
-    known = {"format", "version", "device_kind", "num_devices", "shape", "fits"}
+    known = {"format", "version", "device_kind", "num_devices", "shape", "lengths", "seconds", "fits"}
+    lengths, seconds = _list(value, "lengths"), _list(value, "seconds")
+    if len(lengths) != len(seconds) or not lengths:
+        raise ValueError(
+            f"there must be one of seconds for each of lengths; got {len(seconds)} and {len(lengths)}. {_REMEDY}"
+        )
     found = Calibration(
         device_kind=_text(value, "device_kind"),
         num_devices=_count(value, "num_devices"),
@@ -170,6 +181,8 @@ def _parsed(value: dict[str, Any]) -> Calibration:
             },
             dtype=_text(shape, "dtype", "shape."),
         ),
+        lengths=tuple(_count({"entry": x}, "entry", "lengths.") for x in lengths),
+        seconds=tuple(_number({"entry": x}, "entry", "seconds.", positive=True) for x in seconds),
         two_columns=TwoColumnFit(
             token_s=_number(two, "token_s", "fits.two_columns."),
             pair_s=_number(two, "pair_s", "fits.two_columns."),
@@ -211,6 +224,13 @@ def _part(value: Mapping[str, Any], name: str, place: str = "") -> dict[str, Any
     return part
 
 
+def _list(value: Mapping[str, Any], name: str) -> list[Any]:
+    entries = _entry(value, name, "")
+    if not isinstance(entries, list):
+        raise ValueError(f"{name} must be a list; got {type(entries).__name__}. {_REMEDY}")
+    return entries
+
+
 def _text(value: Mapping[str, Any], name: str, place: str = "") -> str:
     text = _entry(value, name, place)
     if not isinstance(text, str):
@@ -221,14 +241,16 @@ def _text(value: Mapping[str, Any], name: str, place: str = "") -> str:
 def _count(value: Mapping[str, Any], name: str, place: str = "", *, least: int = 1) -> int:
     count = _entry(value, name, place)
     if not isinstance(count, int) or isinstance(count, bool) or count < least:
-        raise ValueError(f"{place}{name} must be an integer of at least {least}; got {count!r:.40}. {_REMEDY}")
+        raise ValueError(
+            f"{place}{name} must be an integer of at least {least}; got {count!r:.40}. {_REMEDY}"
+        )
     return count
 
 
 def _number(value: Mapping[str, Any], name: str, place: str, *, positive: bool = False) -> float:
     number = _entry(value, name, place)
-    right = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
-    if not right or number < 0 or (positive and number == 0):
+    right = isinstance(number, int | float) and not isinstance(number, bool)
+    if not right or not 0 <= number <= _LARGEST or (positive and number == 0):
         bound = "> 0" if positive else ">= 0"
         raise ValueError(f"{place}{name} must be a finite number {bound}; got {number!r:.40}. {_REMEDY}")
     return float(number)

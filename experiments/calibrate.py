@@ -34,7 +34,9 @@ def _parser() -> argparse.ArgumentParser:
         help="also measure random batches against the prediction; with a calibration FILE measure only these",
     )
     parser.add_argument("--batches", type=int, default=30, help="random batches of --check (default: 30)")
-    parser.add_argument("--config", help="training config whose model is measured: gin file or a shipped one's name")
+    parser.add_argument(
+        "--config", help="training config whose model is measured: gin file or a shipped one's name"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="NAME.PARAMETER=VALUE", dest="bindings")
     parser.add_argument(
         "--devices", type=int, help="devices (default: all; on CPU as many virtual ones as there are cores)"
@@ -62,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         lengths=None if args.lengths is None else parse_lengths(args.lengths),
         devices=args.devices,
         repeats=args.repeats,
-        batches=args.batches if args.check is not None else 0,
+        batches=None if args.check is None else args.batches,
     )
     requested.check()
     from experiments._calibrate_run import calibrate, check_file
