@@ -77,8 +77,8 @@ def _in_parts(length: int, text: int, num_devices: int) -> StepIndex:
 def random_cases(bench: Bench, longest: int, num: int, *, seed: int = 0) -> list[Case]:
     """Random batches, dealt over three programs that differ in bags and tokens, sized as a run's is.
 
-    Lengths are log-normal, so that a device often has one long sequence among short ones; sequences start on the devices
-    in turn.
+    Lengths are log-normal, so that a device often has one long sequence among short ones; sequences start on the
+    devices in turn.
 
     Args:
         bench: the blocks.
@@ -118,8 +118,8 @@ def _random_index(bench: Bench, tokens: int, rng: np.random.Generator, step: int
 def time_in_turn(cases: Sequence[Case], *, repeats: int) -> None:
     """Compile all, then time all in turn in every round, so that other load on the machine meets all alike.
 
-    Batches of one program follow each other, after a call that is not timed: in training a program runs again and again,
-    and its first call after another's finds memory and caches as that left them.
+    Batches of one program follow each other, after a call that is not timed: in training a program runs again and
+    again, and its first call after another's finds memory and caches as that left them.
     """
     groups: dict[int, list[Case]] = {}
     for i, case in enumerate(cases):

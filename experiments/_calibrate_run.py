@@ -3,35 +3,36 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from experiments._bench_report import Conditions, markdown_table, paragraph
+from experiments._bench_report import Conditions
 from experiments._calibrate_cases import Cases, calibration_cases, random_cases, time_in_turn
-from experiments._calibrate_check import Checked, check_cases, check_figures, check_table
+from experiments._calibrate_check import Checked, check_cases, check_figures
 from experiments._calibrate_fit import fit_terms, fit_two_columns
 from experiments._calibrate_program import Bench, Case, model_config
+from experiments._calibrate_report import blocks_text, check_text, devices_text, report
 from experiments._calibrate_settings import Requested
-from experiments._calibration import BlockShape, Calibration, load_calibration
+from experiments._calibration import Calibration, load_calibration
 from experiments._disk import write_text, writing
 from experiments._platform import ProcessSettings, cpu_cores, make_mesh, prepare_platform
 from experiments._program import UserError, checking
 from experiments._run import default_links
 
 _ONE_DEVICE = "there is one device, and nothing to exchange"
-_NOTHING_SENT = "no rows were sent, or sending them took no time that could be measured"
+_NOTHING_SENT = "no rows were sent"
 
 
-def calibrate(out: Path, requested: Requested) -> str:
+def calibrate(out: Path, requested: Requested, command: str) -> str:
     """Measure, fit, write the file and its figure. Returns the report, as markdown.
 
     Args:
         out: JSON file; the figure has its name and ends in .png.
         requested: what was asked for, checked.
+        command: that started this, for file and report.
 
     Raises:
         UserError: for devices that are not there, times that cannot be fitted, or files that cannot be written.
@@ -46,14 +47,23 @@ def calibrate(out: Path, requested: Requested) -> str:
     calibration = fitted(bench, cases, conditions)
     checked = check_cases(calibration, checks, default_links(padded=bench.padded))
     figure = out.with_suffix(".png")
-    contents = calibration.as_json() | {"check": check_figures(checked) if checked else None}
+    contents = calibration.as_json() | {
+        "command": command,
+        "check": check_figures(checked) if checked else None,
+    }
     write_text(out, json.dumps(contents, indent=1) + "\n", option="--out")
     _draw(figure, bench, cases, calibration, checked)
-    return report(bench, cases, calibration, checked, conditions) + f"\nWrote {out} and {figure}.\n"
+    where = conditions.line(command, devices_text(bench))
+    return f"{report(bench, cases, calibration, checked)}\n\n{where}\n\nWrote {out} and {figure}.\n"
 
 
-def check_file(path: Path, requested: Requested) -> str:
+def check_file(path: Path, requested: Requested, command: str) -> str:
     """Measure random batches against the prediction of a file. Returns the report, as markdown.
+
+    Args:
+        path: of the file.
+        requested: what was asked for, checked; the blocks are the file's.
+        command: that started this, for the report.
 
     Raises:
         UserError: for a file that is no calibration, or of other devices.
@@ -69,7 +79,7 @@ def check_file(path: Path, requested: Requested) -> str:
     checks = random_cases(bench, longest, requested.batches or 0)
     time_in_turn(checks, repeats=requested.repeats)
     checked = check_cases(calibration, checks, default_links(padded=bench.padded))
-    return f"{_check_text(checked)}\n\n{_where(bench, conditions)}\n"
+    return f"{check_text(checked)}\n\n{conditions.line(command, devices_text(bench))}\n"
 
 
 def make_bench(requested: Requested, calibration: Calibration | None) -> Bench:
@@ -161,103 +171,8 @@ def _draw(
 ) -> None:
     from experiments._calibrate_figure import plot_calibration
 
-    title = f"{_devices(bench)}: {_blocks(bench.shape)}"
+    title = f"{devices_text(bench)}: {blocks_text(bench.shape)}"
     with writing(path, "Make room or choose another --out."):
         plot_calibration(
             path, cases.single, (calibration.two_columns, calibration.terms), checked, title=title
         )
-
-
-def report(
-    bench: Bench,
-    cases: Cases,
-    calibration: Calibration,
-    checked: Sequence[Checked],
-    conditions: Conditions,
-) -> str:
-    """Everything for people, as markdown."""
-    two, terms = calibration.two_columns, calibration.terms
-    rows = []
-    for name in ("single", "packed", "exchanged"):
-        for case in getattr(cases, name):
-            length = int(case.index.lengths[0])
-            by_columns = f"{two.seconds(np.array(length)) * 1e3:.2f}" if name == "single" else "-"
-            by_terms = terms.seconds(case.work)
-            rows.append(
-                (
-                    name,
-                    length,
-                    case.index.num_sequences // bench.num_devices,
-                    f"{case.middle * 1e3:.2f} ({min(case.seconds) * 1e3:.2f})",
-                    by_columns,
-                    f"{by_terms * 1e3:.2f}",
-                    f"{by_terms / case.middle - 1:+.1%}",
-                )
-            )
-    header = (
-        "batch",
-        "tokens",
-        "sequences a device",
-        "ms: median (least)",
-        "two columns",
-        "terms",
-        "residual",
-    )
-    fits = [
-        (
-            "two columns",
-            f"{two.gamma:.3g}",
-            f"{two.seconds_per_flop:.3g}",
-            "-",
-            "-",
-            f"{two.quality.r_squared:.4f}",
-            f"{two.quality.mean_relative:.1%} ({two.quality.largest_relative:.1%})",
-        ),
-        (
-            "terms",
-            f"{terms.gamma:.3g}",
-            f"{terms.linear_s_per_flop:.3g}",
-            f"{terms.launch_s * 1e3:.3g} ms",
-            _exchange_text(calibration),
-            f"{terms.quality.r_squared:.4f}",
-            f"{terms.quality.mean_relative:.1%} ({terms.quality.largest_relative:.1%})",
-        ),
-    ]
-    fit_header = ("fit", "gamma", "s a FLOP", "launch", "exchange", "R^2", "residuals: mean (largest)")
-    parts = [
-        f"## Calibration: {_blocks(bench.shape)}",
-        markdown_table(header, rows),
-        markdown_table(fit_header, fits),
-    ]
-    if checked:
-        parts.append(_check_text(checked))
-    return "\n\n".join([*parts, _where(bench, conditions)]) + "\n"
-
-
-def _exchange_text(calibration: Calibration) -> str:
-    per_byte = calibration.terms.exchange_s_per_byte
-    if per_byte is None:
-        return f"none: {calibration.no_exchange}"
-    return f"{1e-9 / per_byte:.3g} GB/s" if per_byte else "0 s"
-
-
-def _check_text(checked: Sequence[Checked]) -> str:
-    figures = check_figures(checked)
-    summary = paragraph(
-        f"""Mean absolute error of the predicted step time over {len(checked)} random batches:
-        **{figures["mean_absolute_error"]:.1%}** (largest {figures["largest_absolute_error"]:.1%}); by the plans alone,
-        without what programs and blocks pad, {figures["mean_absolute_error_of_plans"]:.1%}."""
-    )
-    return f"{summary}\n\n{check_table(checked)}"
-
-
-def _blocks(shape: BlockShape) -> str:
-    return f"width {shape.width}, {shape.num_heads} heads, {shape.dtype}, blocks of {shape.block} rows"
-
-
-def _devices(bench: Bench) -> str:
-    return f"{bench.num_devices} x {bench.mesh.devices.flat[0].device_kind}"
-
-
-def _where(bench: Bench, conditions: Conditions) -> str:
-    return conditions.line("python -m experiments.calibrate", _devices(bench))

@@ -7,6 +7,7 @@ random batches. Prints the report on stdout; logs go to stderr.
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,16 +68,17 @@ def main(argv: Sequence[str]) -> int:
         batches=None if args.check is None else args.batches,
     )
     requested.check()
+    command = shlex.join(["python", "-m", "experiments.calibrate", *argv])
     from experiments._calibrate_run import calibrate, check_file
     from experiments._disk import check_writable
 
     if args.check:
-        sys.stdout.write(check_file(Path(args.check), requested))
+        sys.stdout.write(check_file(Path(args.check), requested, command))
         return 0
     if args.out.suffix != ".json":
         raise UserError(f"--out must end in .json, the figure gets the same name; got {args.out}.")
     check_writable(args.out.parent, option="--out")
-    sys.stdout.write(calibrate(args.out, requested))
+    sys.stdout.write(calibrate(args.out, requested, command))
     return 0
 
 
@@ -84,8 +86,8 @@ def _refuse_processes() -> None:
     for name in _LAUNCHED:
         if os.environ.get(name, "1") != "1":
             raise UserError(
-                f"calibration is of one process with the devices of one machine; got {name}={os.environ[name]}. Start it"
-                " once, by itself, on one of the machines."
+                f"calibration is of one process with the devices of one machine; got {name}={os.environ[name]}."
+                " Start it once, by itself, on one of the machines."
             )
 
 

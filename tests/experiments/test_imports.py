@@ -18,6 +18,8 @@ MODULES = [
     "experiments.evaluate",
     "experiments.aot",
     "experiments.aot_shipped",
+    "experiments.calibrate",
+    "experiments._calibrate_run",
     "experiments._aot_dry_run",
     "experiments.data",
     "experiments._loop",
@@ -68,6 +70,7 @@ def test_no_import_starts_a_backend():
         ("experiments.sample", "jax,flax,gin,orbax,matplotlib,grain"),
         ("experiments.aot", "jax,flax,gin,orbax,matplotlib,grain"),
         ("experiments.aot_shipped", "jax,flax,gin,orbax,matplotlib,grain"),
+        ("experiments.calibrate", "jax,flax,gin,orbax,matplotlib,grain"),
         ("experiments.evaluate", "jax,flax,gin,orbax,matplotlib,grain,sklearn"),
     ],
 )
