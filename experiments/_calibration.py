@@ -93,6 +93,7 @@ class Calibration:
                 speeds,
                 inside_bytes_per_s=inside,
                 across_bytes_per_s=min(inside, default.across_bytes_per_s),
+                element_bytes=self.shape.element_bytes,
             )
         return speeds
 

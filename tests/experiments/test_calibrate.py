@@ -214,6 +214,8 @@ def test_a_file_gives_cost_and_links(write, contents):
     }
     assert found.cost_model(128) == CostModel(128, 0.5, 4e-12)
     links = found.links(Links())
+    # A row of a head of 16 float32: q, k, v and o, forward and backward.
+    assert links.row_seconds(16) == pytest.approx(16 * 4 * 8 * 1e-9)
     assert links.flops_per_s == pytest.approx(2.5e11)
     assert links.inside_bytes_per_s == pytest.approx(1e9)
     assert links.across_bytes_per_s == pytest.approx(1e9)  # never faster than inside
