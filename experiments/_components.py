@@ -314,7 +314,8 @@ class RunSettings:
     num_devices: int
     devices_per_machine: int | None
     bags: str | None
-    gamma: float
+    gamma: float | None
+    calibration: str | None
     block: int
     shards: int
     remat: str
@@ -345,7 +346,8 @@ def train(
     num_devices: int = gin.REQUIRED,
     devices_per_machine: int | None = None,
     bags: str | None = "auto",
-    gamma: float = 0.4,
+    gamma: float | None = None,
+    calibration: str | None = None,
     block: int = 128,
     shards: int = 1,
     remat: str = "none",
@@ -378,7 +380,9 @@ def train(
             devices; with one process, or a process for each device, all are on one machine.
         bags: 'auto' to place sequences freely, or a bag spec such as g1n2+g2n1+g4n1; None leaves every sequence where
             it was loaded.
-        gamma: relative cost of a FLOP of attention, for the planner.
+        gamma: relative cost of a FLOP of attention, for the planner; None for the calibration's, or 0.4 without one.
+        calibration: file written by `python -m experiments.calibrate` on the devices of the run, for the planner; what
+            it says is used on other devices too, with a warning.
         block: attention block size in rows.
         shards: devices that share one copy of parameters, optimiser and EMA; 1 replicates them.
         remat: rematerialisation policy; "full" with shards > 1.

@@ -189,6 +189,11 @@ def compiled_together(program: Any, name: str, *args: Any) -> Any:
     return compiled
 
 
+def cpu_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def needs_padded_exchange(mesh: Mesh) -> bool:
     """Whether this mesh's platform has no ragged collective."""
     return mesh.devices.flat[0].platform == "cpu"

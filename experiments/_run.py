@@ -18,6 +18,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
+from experiments._calibration import load_calibration
 from experiments._components import AdapterSpec, RunSettings
 from experiments._config import UserError, checking
 from experiments._disk import size_text
@@ -43,6 +44,8 @@ _CONTAINER_LIMITS = (
 )
 # Virtual devices exchange rows by copying memory: slow, but not beside what they compute.
 _CPU_LINKS = Links(flops_per_s=100e9, inside_bytes_per_s=10e9, across_bytes_per_s=10e9, element_bytes=4)
+# Of attention FLOP, published for H100, where nothing was measured.
+_DEFAULT_GAMMA = 0.4
 # Share of a device's memory that they may take; activations need the rest.
 _MEMORY_SHARE = 0.8
 
@@ -78,8 +81,7 @@ def make_planner(
             )
     if of_a_machine is not None:
         topology = Topology(num_devices // of_a_machine, of_a_machine)
-    with checking():
-        cost = CostModel(width=settings.model.width, gamma=settings.gamma)
+    cost, links = _costs(settings, padded=padded)
     if not 8 <= settings.block <= _LARGEST_BLOCK or settings.block % 8:
         raise UserError(
             f"train.block must be a multiple of 8 in [8, {_LARGEST_BLOCK}]; got block={settings.block}. Try 128."
@@ -90,7 +92,7 @@ def make_planner(
         bags=bags,
         cost=cost,
         topology=topology,
-        links=_CPU_LINKS if padded else Links(),
+        links=links,
         block=settings.block,
         padded=padded,
     )
@@ -101,6 +103,36 @@ def _devices_of_a_process(mesh: Mesh) -> int | None:
     counts = set(Counter(device.process_index for device in mesh.devices.flat).values())
     count = counts.pop()
     return count if not counts and 1 < count < mesh.devices.size else None
+
+
+def default_links(*, padded: bool) -> Links:
+    """Speeds where none were measured; `padded` as in `Planner`."""
+    return _CPU_LINKS if padded else Links()
+
+
+def _costs(settings: RunSettings, *, padded: bool) -> tuple[CostModel, Links]:
+    """What plans are compared by: measured where there is a calibration, and a gamma that is set wins over it."""
+    model, links = settings.model, default_links(padded=padded)
+    with checking():
+        if settings.calibration is None:
+            gamma = _DEFAULT_GAMMA if settings.gamma is None else settings.gamma
+            return CostModel(model.width, gamma), links
+        calibration = load_calibration(settings.calibration)
+        cost = calibration.cost_model(model.width)
+        if settings.gamma is not None:
+            cost = dataclasses.replace(cost, gamma=settings.gamma)
+        return cost, calibration.links(links)
+
+
+def _warn_of_differences(settings: RunSettings, mesh: Mesh) -> None:
+    """Warn of a calibration that was measured on other devices or another model."""
+    if settings.calibration is not None:
+        load_calibration(settings.calibration).warn_of_differences(
+            device_kind=mesh.devices.flat[0].device_kind,
+            width=settings.model.width,
+            num_heads=settings.model.num_heads,
+            dtype=np.dtype(settings.model.dtype).name,
+        )
 
 
 def make_module(settings: RunSettings) -> nnx.Module:
@@ -160,6 +192,10 @@ class Run:
         Raises:
             UserError: for anything that would stop it later.
         """
+        if data is None:  # the calibration is of the devices that trained, and pictures do not depend on it
+            settings = dataclasses.replace(settings, calibration=None)
+        else:
+            _warn_of_differences(settings, mesh)
         planner = make_planner(
             settings,
             mesh.devices.size,

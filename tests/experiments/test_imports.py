@@ -20,6 +20,8 @@ MODULES = [
     "experiments.aot_shipped",
     "experiments.simulate",
     "experiments._simulate_run",
+    "experiments.calibrate",
+    "experiments._calibrate_run",
     "experiments._aot_dry_run",
     "experiments.data",
     "experiments._loop",
@@ -71,6 +73,7 @@ def test_no_import_starts_a_backend():
         ("experiments.aot", "jax,flax,gin,orbax,matplotlib,grain"),
         ("experiments.aot_shipped", "jax,flax,gin,orbax,matplotlib,grain"),
         ("experiments.simulate", "jax,flax,gin,orbax,matplotlib,grain"),
+        ("experiments.calibrate", "jax,flax,gin,orbax,matplotlib,grain"),
         ("experiments.evaluate", "jax,flax,gin,orbax,matplotlib,grain,sklearn"),
     ],
 )
