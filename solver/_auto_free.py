@@ -29,6 +29,7 @@ _FLUID = 0.5
 # sequences fill the rest.
 _FILLED = (0.95, 0.88, 0.8, 0.7, 0.6)
 _WELL_FILLED = 2.8  # how much more than it may a machine may be off before a fluid sequence is given another
+_SPANNING = 3.0  # as bad as that: a sequence on several machines
 
 
 def place_freely(problem: BalanceProblem, lower_bounds: tuple[float, float]) -> BalancePlan:
@@ -88,8 +89,9 @@ def _choose_machines(
         machine_of, excess = _fill_machines(resources, whole, shares)
         excess_pairs = settle_shares(shares, excess[-1], excess[:-1].sum(0))
         off = float(np.abs(excess_pairs).max() / may_be_off)
-        if off < best - 1e-3:
-            best, chosen, chosen_machines = off, shares, machine_of
+        cost = off + _SPANNING * int(((shares.pairs > 0).sum(1) > 1).sum())
+        if cost < best - 1e-3:
+            best, chosen, chosen_machines = cost, shares, machine_of
         if off <= _WELL_FILLED:
             break
     return chosen, chosen_machines

@@ -9,7 +9,7 @@ from solver._plan import BalanceProblem
 
 # What a machine may be off, over the mean.
 TOKENS_OFF = 0.001
-TEXT_OFF = 0.004
+TEXT_OFF = 0.008
 ATTENTION_OFF = 0.003
 _ATTENTION_SHARE = 0.1  # below it attention may be off in inverse proportion
 _MAIN = 0.75  # a machine with so much of a sequence's attention holds all its tokens
