@@ -189,7 +189,7 @@ def test_layout_of_flux_on_32_h100():
         assert set(index.home(32).tolist()) == set(range(32))
         plan = planner.plan(index, planner.bags)
         # Attention moves hardly a row between machines, and loads are within two percent.
-        assert plan.rows_across_machines.sum() <= 0.005 * index.lengths.sum() * 24
+        assert plan.rows_across_machines.sum() <= 0.01 * index.lengths.sum() * 24
         assert plan.load.max() / plan.load.mean() < 1.02
         before = planner.plan(index, None)
         assert before.load.max() / before.load.mean() > 2
