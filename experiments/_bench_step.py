@@ -21,10 +21,12 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
+from numpy.typing import NDArray
 
 from experiments._bench_batches import RowWidths, random_data
 from experiments._feed import Planner, PreparedStep, StepAssembler, size_capacity
 from experiments._platform import compiler_options
+from experiments._run import CPU_LINKS
 from experiments.data import StepIndex
 from jaxdit.encoders import PrecomputedText
 from jaxdit.models import MMDiT, MMDiTConfig
@@ -84,7 +86,7 @@ class Variant:
 
     Args:
         program: shared by all variants.
-        bags: bag spec; None leaves sequences where they were loaded.
+        bags: bag spec or "auto"; None leaves sequences where they were loaded.
         indices: the batches.
         capacity: of another variant, to run these batches in its program.
     """
@@ -98,7 +100,12 @@ class Variant:
     ) -> None:
         self.program, self.bags, self.indices = program, bags, list(indices)
         self.planner = Planner(
-            num_devices=NUM_DEVICES, num_heads=NUM_HEADS, bags=bags, cost=PLAN_COST, block=BLOCK
+            num_devices=NUM_DEVICES,
+            num_heads=NUM_HEADS,
+            bags=bags,
+            cost=PLAN_COST,
+            links=CPU_LINKS,
+            block=BLOCK,
         )
         self.capacity = size_capacity(self.planner, iter(self.indices)) if capacity is None else capacity
         self.step = make_train_step(program, self.capacity)
@@ -135,6 +142,15 @@ class Variant:
     def tokens(self) -> int:
         """Tokens a device has room for: what its linear layers compute on."""
         return self.capacity.text + self.capacity.image
+
+    @cached_property
+    def block_pairs(self) -> list[NDArray[np.int64]]:
+        """Block pairs that each device visits, of each batch."""
+        found = []
+        for inputs in self.lending:
+            ranges = np.asarray(inputs.tables.key_blocks)
+            found.append((ranges[..., 1] - ranges[..., 0]).sum((1, 2)).astype(np.int64))
+        return found
 
     def most_attention_s(self, cost: CostModel, batch: int) -> float:
         """Seconds of the most attention of any device, by a cost model that may not be the plan's."""

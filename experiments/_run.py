@@ -41,7 +41,7 @@ _CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 # Virtual devices exchange rows by copying memory: slow, but not beside what they compute.
-_CPU_LINKS = Links(flops_per_s=100e9, inside_bytes_per_s=10e9, across_bytes_per_s=10e9, element_bytes=4)
+CPU_LINKS = Links(flops_per_s=100e9, inside_bytes_per_s=10e9, across_bytes_per_s=10e9, element_bytes=4)
 # Share of a device's memory that they may take; activations need the rest.
 _MEMORY_SHARE = 0.8
 
@@ -77,7 +77,7 @@ def make_planner(settings: RunSettings, num_devices: int, *, padded: bool) -> Pl
         bags=bags,
         cost=cost,
         topology=topology,
-        links=_CPU_LINKS if padded else Links(),
+        links=CPU_LINKS if padded else Links(),
         block=settings.block,
         padded=padded,
     )
