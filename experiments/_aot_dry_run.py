@@ -36,9 +36,12 @@ class DryRun:
         Raises:
             UserError: for settings that no run can have, or that are not for the target's machines.
         """
-        requested = Requested.load(config, list(bindings), forward_only=self.forward_only)
+        machines = self.target.machines
+        requested = Requested.load(
+            config, list(bindings), of_a_machine=machines.gpus, forward_only=self.forward_only
+        )
         settings = requested.settings
-        check_machines(self.target.machines, settings.num_devices, settings.devices_per_machine)
+        check_machines(machines, settings.num_devices, settings.devices_per_machine)
         with checking():
             mesh = data_mesh(target_devices(self.target.gpu, self.target.machines), shards=settings.shards)
         return AbstractRun(requested, mesh)

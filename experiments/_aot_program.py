@@ -81,8 +81,10 @@ class Requested:
     forward_only: bool = False
 
     @classmethod
-    def load(cls, config: str, bindings: list[str], *, forward_only: bool = False) -> "Requested":
-        """The run of a config.
+    def load(
+        cls, config: str, bindings: list[str], *, of_a_machine: int | None = None, forward_only: bool = False
+    ) -> "Requested":
+        """The run of a config, on machines of so many devices where it leaves that open.
 
         Raises:
             UserError: for anything that would stop it before its first step.
@@ -90,7 +92,7 @@ class Requested:
         name = load_config(config, bindings).stem
         settings = checked_settings(bindings)
         data = open_data(settings)
-        planner = make_planner(settings, settings.num_devices, padded=False)
+        planner = make_planner(settings, settings.num_devices, padded=False, of_a_machine=of_a_machine)
         plans = _plans(settings, data, planner, forward_only=forward_only)
         return cls(name, settings, data, planner, plans, forward_only)
 

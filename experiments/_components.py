@@ -344,7 +344,7 @@ def train(
     seed: int = 0,
     num_devices: int = gin.REQUIRED,
     devices_per_machine: int | None = None,
-    bags: str | None = None,
+    bags: str | None = "auto",
     gamma: float = 0.4,
     block: int = 128,
     shards: int = 1,
@@ -374,8 +374,9 @@ def train(
         steps: optimiser steps of the whole run.
         seed: of parameters, data order, times and noise.
         num_devices: devices of the mesh, over all processes.
-        devices_per_machine: for counting traffic between machines; all on one machine if None.
-        bags: bag spec such as g1n2+g2n1+g4n1, or 'auto' to place sequences freely; None leaves every sequence where
+        devices_per_machine: 'auto' avoids traffic between machines. If None, a machine is a process that has several
+            devices; with one process, or a process for each device, all are on one machine.
+        bags: 'auto' to place sequences freely, or a bag spec such as g1n2+g2n1+g4n1; None leaves every sequence where
             it was loaded.
         gamma: relative cost of a FLOP of attention, for the planner.
         block: attention block size in rows.

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -46,8 +47,16 @@ CPU_LINKS = Links(flops_per_s=100e9, inside_bytes_per_s=10e9, across_bytes_per_s
 _MEMORY_SHARE = 0.8
 
 
-def make_planner(settings: RunSettings, num_devices: int, *, padded: bool) -> Planner:
+def make_planner(
+    settings: RunSettings, num_devices: int, *, padded: bool, of_a_machine: int | None = None
+) -> Planner:
     """The planner of a run; `padded` as in `Planner`.
+
+    Args:
+        settings: of the run.
+        num_devices: of its mesh.
+        padded: as in `Planner`.
+        of_a_machine: devices of a machine where the settings leave it open; all, if None or no divisor of them.
 
     Raises:
         UserError: for a malformed bag spec, or one that does not divide the devices.
@@ -58,13 +67,17 @@ def make_planner(settings: RunSettings, num_devices: int, *, padded: bool) -> Pl
             bags = spec = parse_bags(settings.bags)
             spec.layout(num_devices)
     topology = None
+    if of_a_machine is not None and num_devices % of_a_machine:
+        of_a_machine = None
     if settings.devices_per_machine is not None:
-        if settings.devices_per_machine < 1 or num_devices % settings.devices_per_machine:
+        of_a_machine = settings.devices_per_machine
+        if of_a_machine < 1 or num_devices % of_a_machine:
             raise UserError(
                 "train.devices_per_machine must be at least 1 and divide the devices; got"
-                f" devices_per_machine={settings.devices_per_machine} and {num_devices} devices."
+                f" devices_per_machine={of_a_machine} and {num_devices} devices."
             )
-        topology = Topology(num_devices // settings.devices_per_machine, settings.devices_per_machine)
+    if of_a_machine is not None:
+        topology = Topology(num_devices // of_a_machine, of_a_machine)
     with checking():
         cost = CostModel(width=settings.model.width, gamma=settings.gamma)
     if not 8 <= settings.block <= _LARGEST_BLOCK or settings.block % 8:
@@ -81,6 +94,13 @@ def make_planner(settings: RunSettings, num_devices: int, *, padded: bool) -> Pl
         block=settings.block,
         padded=padded,
     )
+
+
+def _devices_of_a_process(mesh: Mesh) -> int | None:
+    """Devices of each process, if there are several processes with several devices each; else None."""
+    counts = set(Counter(device.process_index for device in mesh.devices.flat).values())
+    count = counts.pop()
+    return count if not counts and 1 < count < mesh.devices.size else None
 
 
 def make_module(settings: RunSettings) -> nnx.Module:
@@ -140,7 +160,12 @@ class Run:
         Raises:
             UserError: for anything that would stop it later.
         """
-        planner = make_planner(settings, mesh.devices.size, padded=needs_padded_exchange(mesh))
+        planner = make_planner(
+            settings,
+            mesh.devices.size,
+            padded=needs_padded_exchange(mesh),
+            of_a_machine=_devices_of_a_process(mesh),
+        )
         if planner.topology is not None:
             with checking("train.devices_per_machine"):
                 check_machines(mesh, planner.topology.devices_per_machine)

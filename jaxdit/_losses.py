@@ -39,19 +39,19 @@ class LossSums(NamedTuple):
 
     total: Float[Array, ""]
     weight: Float[Array, ""]
-    per_sequence: Float[Array, "s"]
+    per_sequence: Float[Array, " s"]
 
 
-def _without_padding(x: Float[Array, "n c"], segment_ids: Int[Array, "n"]) -> Float[Array, "n c"]:
+def _without_padding(x: Float[Array, "n c"], segment_ids: Int[Array, " n"]) -> Float[Array, "n c"]:
     """Float32 rows with zeros in padding: what lies there gets into neither loss nor gradient."""
     return jnp.where(segment_ids[:, None] > 0, x.astype(jnp.float32), 0.0)
 
 
 def _weighted_sums(
     errors: Float[Array, "n c"],
-    segment_ids: Int[Array, "n"],
-    weights: Float[Array, "s"],
-    row_weights: Float[Array, "n"] | None,
+    segment_ids: Int[Array, " n"],
+    weights: Float[Array, " s"],
+    row_weights: Float[Array, " n"] | None,
 ) -> LossSums:
     """Sums errors times the weight of their row; a padding row's error is finite and its weight 0."""
     weight_of_row = rows_of_sequences(weights.astype(jnp.float32)[:, None], segment_ids)[:, 0]
@@ -63,7 +63,7 @@ def _weighted_sums(
 
 
 def _table_rows(
-    table: np.ndarray, step: Int[Array, "s"], segment_ids: Int[Array, "n"]
+    table: np.ndarray, step: Int[Array, " s"], segment_ids: Int[Array, " n"]
 ) -> Float[Array, "n 1"]:
     """Value of a per-step table at the step of each row's sequence."""
     return rows_of_sequences(jnp.asarray(table, jnp.float32)[step][:, None], segment_ids)
@@ -72,8 +72,8 @@ def _table_rows(
 def flow_noised(
     clean: Float[Array, "n c"],
     noise: Float[Array, "n c"],
-    time: Float[Array, "s"],
-    segment_ids: Int[Array, "n"],
+    time: Float[Array, " s"],
+    segment_ids: Int[Array, " n"],
 ) -> Float[Array, "n c"]:
     """Rows on the straight path from data (time 0) to noise (time 1): (1 - t) clean + t noise, in float32.
 
@@ -93,8 +93,8 @@ def flow_noised(
 def flow_velocity(
     clean: Float[Array, "n c"],
     noised: Float[Array, "n c"],
-    time: Float[Array, "s"],
-    segment_ids: Int[Array, "n"],
+    time: Float[Array, " s"],
+    segment_ids: Int[Array, " n"],
     *,
     least_time: float = 0.0,
 ) -> Float[Array, "n c"]:
@@ -121,9 +121,9 @@ def flow_velocity(
 def flow_matching_loss(
     prediction: Float[Array, "n c"],
     velocity: Float[Array, "n c"],
-    segment_ids: Int[Array, "n"],
-    weights: Float[Array, "s"],
-    row_weights: Float[Array, "n"] | None = None,
+    segment_ids: Int[Array, " n"],
+    weights: Float[Array, " s"],
+    row_weights: Float[Array, " n"] | None = None,
 ) -> LossSums:
     """Squared error of the predicted velocity, weighted and summed.
 
@@ -150,14 +150,14 @@ class NoisedRows(NamedTuple):
     clean: Float[Array, "n c"]
     noise: Float[Array, "n c"]
     noised: Float[Array, "n c"]
-    step: Int[Array, "s"]
+    step: Int[Array, " s"]
 
 
 def ddpm_noised(
     clean: Float[Array, "n c"],
     noise: Float[Array, "n c"],
-    step: Int[Array, "s"],
-    segment_ids: Int[Array, "n"],
+    step: Int[Array, " s"],
+    segment_ids: Int[Array, " n"],
     *,
     schedule: DiffusionSchedule,
 ) -> NoisedRows:
@@ -212,9 +212,9 @@ def split_learned_sigma(prediction: Float[Array, "n c2"], channels: int) -> Sigm
 def ddpm_loss(
     prediction: Float[Array, "n c2"],
     rows: NoisedRows,
-    segment_ids: Int[Array, "n"],
-    weights: Float[Array, "s"],
-    row_weights: Float[Array, "n"] | None = None,
+    segment_ids: Int[Array, " n"],
+    weights: Float[Array, " s"],
+    row_weights: Float[Array, " n"] | None = None,
     *,
     schedule: DiffusionSchedule,
     channels: int,

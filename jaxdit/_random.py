@@ -26,7 +26,7 @@ def _stream(key: Any, step: Any, purpose: int) -> Any:
     return jax.random.fold_in(jax.random.fold_in(key, purpose), step)
 
 
-def _uniform(stream: Any, ids: Int[Array, "s"]) -> Float[Array, "s"]:
+def _uniform(stream: Any, ids: Int[Array, " s"]) -> Float[Array, " s"]:
     """One draw per id from the 2^23 midpoints of (0, 1): neither end occurs, a logit of it is finite."""
     keys = jax.vmap(lambda i: jax.random.fold_in(stream, i))(ids)
     bits = jax.vmap(lambda k: jax.random.bits(k, (), jnp.uint32))(keys)
@@ -34,8 +34,8 @@ def _uniform(stream: Any, ids: Int[Array, "s"]) -> Float[Array, "s"]:
 
 
 def sequence_times(
-    step: int | Int[Array, ""], sequence_ids: Int[Array, "s"], *, key: Any
-) -> Float[Array, "s"]:
+    step: int | Int[Array, ""], sequence_ids: Int[Array, " s"], *, key: Any
+) -> Float[Array, " s"]:
     """Draws one uniform number in (0, 1) per sequence; `logit_normal_time` and `shift_time` reshape it.
 
     Args:
@@ -54,8 +54,8 @@ def sequence_times(
 
 def token_noise(
     step: int | Int[Array, ""],
-    segment_ids: Int[Array, "n"],
-    token_index: Int[Array, "n"],
+    segment_ids: Int[Array, " n"],
+    token_index: Int[Array, " n"],
     channels: int,
     *,
     key: Any,

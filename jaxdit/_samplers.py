@@ -55,7 +55,7 @@ def _check_sigmas(name: str, sigmas: Array) -> None:
         )
 
 
-def _rows(per_sequence: Float[Array, "s"], segment_ids: Int[Array, "n"]) -> Float[Array, "n 1"]:
+def _rows(per_sequence: Float[Array, " s"], segment_ids: Int[Array, " n"]) -> Float[Array, "n 1"]:
     return rows_of_sequences(per_sequence[:, None], segment_ids)
 
 
@@ -63,7 +63,7 @@ def euler_sample(
     denoise: Denoise,
     noise: Float[Array, "n c"],
     sigmas: Float[Array, "times s"],
-    segment_ids: Int[Array, "n"],
+    segment_ids: Int[Array, " n"],
 ) -> Float[Array, "n c"]:
     """Integrates dx/dt = velocity along `sigmas` by Euler steps; first order, one evaluation a step.
 
@@ -92,7 +92,7 @@ def heun_sample(
     denoise: Denoise,
     noise: Float[Array, "n c"],
     sigmas: Float[Array, "times s"],
-    segment_ids: Int[Array, "n"],
+    segment_ids: Int[Array, " n"],
 ) -> Float[Array, "n c"]:
     """Integrates dx/dt = velocity along `sigmas` by Heun steps; second order, two evaluations a step.
 
@@ -137,7 +137,7 @@ def heun_sample(
 def ddim_sample(
     denoise: Denoise,
     noise: Float[Array, "n c"],
-    steps: Int[np.ndarray, "k"],
+    steps: Int[np.ndarray, " k"],
     *,
     schedule: DiffusionSchedule,
     num_sequences: int,

@@ -21,8 +21,8 @@ __all__ = [
 
 
 def logit_normal_time(
-    uniform: Float[Array, "s"], *, mean: float = 0.0, std: float = 1.0
-) -> Float[Array, "s"]:
+    uniform: Float[Array, " s"], *, mean: float = 0.0, std: float = 1.0
+) -> Float[Array, " s"]:
     """Turns uniform numbers into logit-normal times, sigmoid(mean + std * z) with z standard normal.
 
     Args:
@@ -88,7 +88,7 @@ class ResolutionShift:
                 "Give a constant mu to shift_time instead."
             )
 
-    def mu(self, num_tokens: Int[Array, "s"]) -> Float[Array, "s"]:
+    def mu(self, num_tokens: Int[Array, " s"]) -> Float[Array, " s"]:
         """The logarithmic shift of sequences with so many image tokens."""
         slope = (self.max_mu - self.base_mu) / (self.max_tokens - self.base_tokens)
         return slope * (num_tokens.astype(jnp.float32) - self.base_tokens) + self.base_mu
@@ -121,7 +121,7 @@ class SquareRootShift:
                 f"base_tokens={self.base_tokens}, base_factor={self.base_factor}. A factor of 1 changes nothing."
             )
 
-    def mu(self, num_tokens: Int[Array, "s"]) -> Float[Array, "s"]:
+    def mu(self, num_tokens: Int[Array, " s"]) -> Float[Array, " s"]:
         """The logarithmic shift of sequences with so many image tokens (0 for one without)."""
         tokens = num_tokens.astype(jnp.float32)
         mu = jnp.log(self.base_factor) + 0.5 * jnp.log(jnp.maximum(tokens, 1.0) / self.base_tokens)
@@ -129,7 +129,7 @@ class SquareRootShift:
 
 
 def flow_sigmas(
-    num_steps: int, mu: Float[Array, "s"], *, last: float | None = None
+    num_steps: int, mu: Float[Array, " s"], *, last: float | None = None
 ) -> Float[Array, "steps_plus_1 s"]:
     """Times at which a flow is sampled, from 1 (noise) to 0 (data), one column per sequence.
 
@@ -214,12 +214,12 @@ def linear_schedule(num_steps: int = 1000) -> DiffusionSchedule:
     return DiffusionSchedule(betas=betas, alphas_cumprod=np.cumprod(1 - betas))
 
 
-def diffusion_steps(uniform: Float[Array, "s"], num_steps: int) -> Int[Array, "s"]:
+def diffusion_steps(uniform: Float[Array, " s"], num_steps: int) -> Int[Array, " s"]:
     """Turns uniform numbers in (0, 1) into steps 0 .. num_steps - 1; the model's time is step / num_steps."""
     return jnp.minimum((uniform * num_steps).astype(jnp.int32), num_steps - 1)
 
 
-def spaced_steps(num_steps: int, num_kept: int) -> Int[np.ndarray, "kept"]:
+def spaced_steps(num_steps: int, num_kept: int) -> Int[np.ndarray, " kept"]:
     """Steps that a shortened sampler visits: evenly spaced from the last to the first, both kept.
 
     Args:

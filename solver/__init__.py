@@ -13,6 +13,8 @@ from solver._capacity import RouteCapacity as RouteCapacity
 from solver._capacity import StepCapacity as StepCapacity
 from solver._capacity import capacity_for as capacity_for
 from solver._capacity import step_needs as step_needs
+from solver._certificate import Bound as Bound
+from solver._certificate import Certificate as Certificate
 from solver._cost import CostModel as CostModel
 from solver._home import pack_home as pack_home
 from solver._home import unpack_home as unpack_home
@@ -33,6 +35,8 @@ __all__ = [
     "BagSpec",
     "BalancePlan",
     "BalanceProblem",
+    "Bound",
+    "Certificate",
     "CostModel",
     "ExchangeTables",
     "Links",

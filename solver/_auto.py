@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Num
@@ -42,7 +43,7 @@ def auto_plan(
             plan = plan_bags(spec)
             step_s = links.step_seconds(plan).exposed
             if step_s < best_s * (1 - _CLEARLY) and _rows_fit(plan, max_rows):
-                best, best_s = plan, step_s
+                best, best_s = replace(plan, load_lower_bound=load, step_lower_bound=step), step_s
     if best_s == math.inf:
         found = float(free.rows.max() / free.rows.mean())
         raise ValueError(

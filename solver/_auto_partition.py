@@ -118,30 +118,30 @@ class _Bins(NamedTuple):
         values: what each item takes, in units of what a bin may be off; items by rising values of the key.
         key: the resource that items take most of.
         excess: what each bin holds beyond its capacity.
-        members: items of each bin, rising; the first `count`.
-        count: of each bin.
+        members: items of each bin, rising; the first `num`.
+        num: of each bin.
     """
 
     values: Float[np.ndarray, "resources n"]
     key: int
     excess: Float[np.ndarray, "resources bins"]
     members: Int[np.ndarray, "bins n"]
-    count: Int[np.ndarray, " bins"]
+    num: Int[np.ndarray, " bins"]
 
 
 @compiled
 def _move(bins: _Bins, item: int, source: int, target: int) -> None:
     """Move an item; in place."""
-    members, count = bins.members, bins.count
-    num = count[source]
+    members = bins.members
+    num = bins.num[source]
     at = np.searchsorted(members[source, :num], item)
     members[source, at : num - 1] = members[source, at + 1 : num].copy()
-    count[source] -= 1
-    num = count[target]
+    bins.num[source] -= 1
+    num = bins.num[target]
     at = np.searchsorted(members[target, :num], item)
     members[target, at + 1 : num + 1] = members[target, at:num].copy()
     members[target, at] = item
-    count[target] += 1
+    bins.num[target] += 1
     for r in range(len(bins.values)):
         bins.excess[r, source] -= bins.values[r, item]
         bins.excess[r, target] += bins.values[r, item]
@@ -164,7 +164,7 @@ def _best_exchange_of_arrays(bins, mine, giver, partners, preferences):
         and -1 for no exchange that helps.
     """
     values, excess = bins.values, bins.excess
-    lists = [bins.members[h, : bins.count[h]].tolist() for h in partners]
+    lists = [bins.members[h, : bins.num[h]].tolist() for h in partners]
     num = np.array([len(items) + 1 for items in lists])
     place = np.repeat(np.arange(len(partners)), num)
     theirs = np.zeros((len(values), len(place)))
@@ -210,7 +210,7 @@ def _best_exchange_of_scalars(bins, mine, giver, partners, preferences):
             margin = _ROUNDING * (1.0 - least)
             # Best would be the item that takes this much of the key; from there both ways, while it could still be.
             wanted = (values[key, mine[a]] if a < len(mine) else 0.0) + 0.5 * gap[key]
-            num = bins.count[h]
+            num = bins.num[h]
             low, high = 0, num
             while low < high:
                 middle = (low + high) // 2
@@ -260,8 +260,8 @@ def _trade(bins: _Bins, giver: int, taker: int) -> bool:
         Whether an exchange was made.
     """
     num_resources = len(bins.values)
-    mine = bins.members[giver, : bins.count[giver]].copy()
-    others = bins.members[taker, : bins.count[taker]].copy()
+    mine = bins.members[giver, : bins.num[giver]].copy()
+    others = bins.members[taker, : bins.num[taker]].copy()
     mine_step, others_step = -(-len(mine) // _SAMPLED), -(-len(others) // _SAMPLED)
     upto = np.zeros((num_resources, len(others) + 1))
     for r in range(num_resources):
@@ -280,8 +280,8 @@ def _trade(bins: _Bins, giver: int, taker: int) -> bool:
     if best_mine < 0:
         return False
     _move(bins, mine[best_mine], giver, taker)
-    for k in range(best_first, best_first + best_count):
-        _move(bins, others[k], taker, giver)
+    for i in range(best_first, best_first + best_count):
+        _move(bins, others[i], taker, giver)
     return True
 
 
@@ -349,15 +349,15 @@ def even_out(
     bins = _Bins(values[:, order], key, excess, members, 0 * count)
     for i in range(n):
         b = where[order[i]]
-        members[b, bins.count[b]] = i
-        bins.count[b] += 1
+        members[b, bins.num[b]] = i
+        bins.num[b] += 1
     stuck = np.zeros(num_bins, np.bool_)
     for turn in range(max_moves):
         g = _furthest_off(excess, stuck)
         if g < 0:
             break
         partners = _complements(excess, g)
-        mine = bins.members[g, : bins.count[g]].copy()
+        mine = bins.members[g, : bins.num[g]].copy()
         step = -(-len(mine) // _SAMPLED)
         if step > 1:
             mine = mine[turn % step :: step].copy()
@@ -372,18 +372,18 @@ def even_out(
             stuck[g] = not traded
         else:
             h = partners[p]
-            given, taken = a < len(mine), k < bins.count[h]
+            given, taken = a < len(mine), k < bins.num[h]
             other = bins.members[h, min(k, bins.members.shape[1] - 1)]
             if given:
                 _move(bins, mine[a], g, h)
             if taken:
                 _move(bins, other, h, g)
             stuck[h] = False
-        if bins.count.max() + _TRADED >= bins.members.shape[1]:
+        if bins.num.max() + _TRADED >= bins.members.shape[1]:
             wider = np.concatenate((bins.members, 0 * bins.members), axis=1)
-            bins = _Bins(bins.values, key, excess, wider, bins.count)
+            bins = _Bins(bins.values, key, excess, wider, bins.num)
     for b in range(num_bins):
-        where[order[bins.members[b, : bins.count[b]]]] = b
+        where[order[bins.members[b, : bins.num[b]]]] = b
 
 
 def partition(

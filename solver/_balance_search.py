@@ -170,7 +170,7 @@ def _exchange_once(search: _Search, here: int) -> bool:
     return True
 
 
-def _excess(above: Float[np.ndarray, "parts *of"]) -> Float[np.ndarray, "*of"]:
+def _excess(above: Float[np.ndarray, " parts *of"]) -> Float[np.ndarray, "*of"]:
     return np.square(np.maximum(above, 0.0)).sum(axis=0)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Float, Int
 
+from solver._certificate import Certificate, certificate_of
 from solver._cost import CostModel
 from solver._topology import Topology
 
@@ -109,6 +110,11 @@ class BalancePlan:
     def static_step_cost_lower_bound(self) -> float:
         """The least `static_step_cost` any plan under the same rules could have."""
         return self._over_mean_load(self.step_lower_bound)
+
+    @property
+    def certificate(self) -> Certificate:
+        """Tokens, attention, step and traffic, each beside what no plan of this step can be below."""
+        return certificate_of(self)
 
     @property
     def tokens_moved_fraction(self) -> float:

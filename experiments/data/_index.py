@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from experiments.data._bad import BadTally
 from experiments.data._hash import digest_of
+from experiments.data._types import DataError
 
 _logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ class TextRows(NamedTuple):
     """
 
     tokens: Int[Array, "n 8"] | Float[Array, "n c_txt"]
-    segment_ids: Int[Array, "n"]
-    token_index: Int[Array, "n"]
+    segment_ids: Int[Array, " n"]
+    token_index: Int[Array, " n"]
     pooled: Float[Array, "s c_pool"] | None = None
 
 

@@ -99,7 +99,7 @@ class ByteTextEncoder(nnx.Module):
         pooled = self.pool(totals / jnp.sqrt(jnp.maximum(counts, 1.0)))
         return TextFeatures(features, jnp.where(counts > 0, pooled, self.pooled_empty[...]))
 
-    def _embed(self, tokens: Int[Array, "n 8"], places: Int[Array, "n"]) -> Float[Array, "n c"]:
+    def _embed(self, tokens: Int[Array, "n 8"], places: Int[Array, " n"]) -> Float[Array, "n c"]:
         # Tables are read like tables of sequences (0 is padding), for the float32, repeatable gradient.
         tokens = tokens.astype(jnp.int32)
         in_range = (places < self.max_length) & jnp.all((tokens >= 0) & (tokens < NUM_BYTES), axis=1)

@@ -60,7 +60,7 @@ def position_embedding(positions: Num[Array, "n 3"], width: int) -> Float[Array,
     return jnp.concatenate(parts, axis=1)
 
 
-def _step_of_time(time: Float[Array, "s"]) -> Float[Array, "s"]:
+def _step_of_time(time: Float[Array, " s"]) -> Float[Array, " s"]:
     """1000 * time on a grid of 1/4096: float32 rounds k / 1000, and this gives back exactly k."""
     return jnp.round(time.astype(jnp.float32) * (STEPS_PER_UNIT_TIME * 4096)) / 4096
 
@@ -76,7 +76,7 @@ class _Block(nnx.Module):
         self.mlp = Mlp(width, config.mlp_width, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "n d"], cond: Float[Array, "s d"], ids: Int[Array, "n"], attention: Attention
+        self, x: Float[Array, "n d"], cond: Float[Array, "s d"], ids: Int[Array, " n"], attention: Attention
     ) -> Float[Array, "n d"]:
         attn, mlp = split_modulation(self.modulation(cond), 2)
         qkv = self.qkv(norm_and_modulate(x, attn.shift, attn.scale, ids))

@@ -70,7 +70,7 @@ def _vary_like(x: Array, other: Array) -> Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def rows_of_sequences(table: Float[Array, "s d"], segment_ids: Int[Array, "n"]) -> Float[Array, "n d"]:
+def rows_of_sequences(table: Float[Array, "s d"], segment_ids: Int[Array, " n"]) -> Float[Array, "n d"]:
     """Row i of the result is `table[segment_ids[i] - 1]`, and zero where `segment_ids[i]` is 0 (padding).
 
     Args:
@@ -102,7 +102,7 @@ _rows.defvjp(_rows_forward, _rows_backward)
 
 
 def sums_of_sequences(
-    rows: Float[Array, "n d"], segment_ids: Int[Array, "n"], num_sequences: int
+    rows: Float[Array, "n d"], segment_ids: Int[Array, " n"], num_sequences: int
 ) -> Float[Array, "s d"]:
     """Adds the rows of each sequence in float32; the transpose of `rows_of_sequences`.
 

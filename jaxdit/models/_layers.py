@@ -88,7 +88,7 @@ def norm_and_modulate(
     x: Float[Array, "n d"],
     shift: Float[Array, "s d"],
     scale: Float[Array, "s d"],
-    ids: Int[Array, "n"],
+    ids: Int[Array, " n"],
     epsilon: float = NORM_EPSILON,
 ) -> Float[Array, "n d"]:
     """(1 + scale) * LayerNorm(x) + shift with the vectors of each row's sequence, in float32."""
@@ -107,19 +107,19 @@ def _norm_and_modulate(x: Array, shift: Array, scale: Array, ids: Array, *, epsi
 
 @recomputed
 def add_gated(
-    x: Float[Array, "n d"], gate: Float[Array, "s d"], ids: Int[Array, "n"], update: Float[Array, "n d"]
+    x: Float[Array, "n d"], gate: Float[Array, "s d"], ids: Int[Array, " n"], update: Float[Array, "n d"]
 ) -> Float[Array, "n d"]:
     """x + gate * update; a padding row has gate 0 and keeps its value."""
     return x + rows_of_sequences(gate, ids) * update
 
 
-def zero_padding_rows(x: Float[Array, "n c"], ids: Int[Array, "n"]) -> Float[Array, "n c"]:
+def zero_padding_rows(x: Float[Array, "n c"], ids: Int[Array, " n"]) -> Float[Array, "n c"]:
     """Zeros where a row is padding, whatever was there: neither its value nor a gradient gets past."""
     return jnp.where(ids[:, None] > 0, x, jnp.zeros((), x.dtype))
 
 
 def sinusoid(
-    time: Float[Array, "s"], *, size: int = 256, max_period: float = 10_000.0, frequency_shift: int = 0
+    time: Float[Array, " s"], *, size: int = 256, max_period: float = 10_000.0, frequency_shift: int = 0
 ) -> Float[Array, "s e"]:
     """[cos(time * f), sin(time * f)] in float32 with `size / 2` frequencies from 1 towards 1 / max_period.
 
@@ -153,7 +153,7 @@ def gelu(x: Float[Array, "n d"]) -> Float[Array, "n d"]:
 
 @recomputed
 def norm_and_turn(
-    x: Float[Array, "n h d"], scale: Float[Array, "d"], rope: RopeTable
+    x: Float[Array, "n h d"], scale: Float[Array, " d"], rope: RopeTable
 ) -> Float[Array, "n h d"]:
     """Turns x / rms(x) * scale, the mean taken over a head's channels; float32 inside, the input's dtype out."""
     heads = x.astype(jnp.float32)
@@ -191,7 +191,7 @@ class FinalLayer(nnx.Module):
         self.linear = linear(width, out_channels, dtype=jnp.float32, init=zeros, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "n d"], cond: Float[Array, "s d"], ids: Int[Array, "n"]
+        self, x: Float[Array, "n d"], cond: Float[Array, "s d"], ids: Int[Array, " n"]
     ) -> Float[Array, "n c_out"]:
         shift, scale = jnp.split(self.modulation(nnx.silu(cond)), 2, axis=1)
         return zero_padding_rows(self.linear(norm_and_modulate(x, shift, scale, ids)), ids)

@@ -64,8 +64,8 @@ TIME_FACTOR = 1000.0
 class _Joint(NamedTuple):
     """What blocks know of the rows beside their values; nothing in it needs a gradient."""
 
-    txt_ids: Int[Array, "n_txt"]
-    img_ids: Int[Array, "n_img"]
+    txt_ids: Int[Array, " n_txt"]
+    img_ids: Int[Array, " n_img"]
     rope: RopeTable
 
     @property
@@ -73,7 +73,7 @@ class _Joint(NamedTuple):
         return self.txt_ids.shape[0]
 
     @property
-    def ids(self) -> Int[Array, "n"]:
+    def ids(self) -> Int[Array, " n"]:
         return jnp.concatenate([self.txt_ids, self.img_ids])
 
 
@@ -111,11 +111,13 @@ class _Stream(nnx.Module):
         self.proj = linear(width, width, dtype=dtype, rngs=rngs)
         self.mlp = Mlp(width, config.mlp_width, dtype=dtype, rngs=rngs)
 
-    def project(self, x: Float[Array, "n d"], mod: Modulation, ids: Int[Array, "n"], rope: RopeTable) -> _QKV:
+    def project(
+        self, x: Float[Array, "n d"], mod: Modulation, ids: Int[Array, " n"], rope: RopeTable
+    ) -> _QKV:
         return _split_heads(self.qkv(norm_and_modulate(x, mod.shift, mod.scale, ids)), self, rope)
 
     def update(
-        self, x: Float[Array, "n d"], attended: Array, mods: list[Modulation], ids: Int[Array, "n"]
+        self, x: Float[Array, "n d"], attended: Array, mods: list[Modulation], ids: Int[Array, " n"]
     ) -> Float[Array, "n d"]:
         x = add_gated(x, mods[0].gate, ids, self.proj(attended))
         hidden = self.mlp(norm_and_modulate(x, mods[1].shift, mods[1].scale, ids))

@@ -29,14 +29,14 @@ class ImageTextRows(NamedTuple):
     """
 
     img: Float[Array, "n_img c_in"]
-    img_segment_ids: Int[Array, "n_img"]
+    img_segment_ids: Int[Array, " n_img"]
     img_positions: Num[Array, "n_img 3"]
     txt: Float[Array, "n_txt c_txt"]
-    txt_segment_ids: Int[Array, "n_txt"]
+    txt_segment_ids: Int[Array, " n_txt"]
     txt_positions: Num[Array, "n_txt 3"]
-    time: Float[Array, "s"]
+    time: Float[Array, " s"]
     pooled: Float[Array, "s c_pool"]
-    guidance: Float[Array, "s"] | None = None
+    guidance: Float[Array, " s"] | None = None
 
 
 class ImageLabelRows(NamedTuple):
@@ -51,10 +51,10 @@ class ImageLabelRows(NamedTuple):
     """
 
     img: Float[Array, "n_img c_in"]
-    img_segment_ids: Int[Array, "n_img"]
+    img_segment_ids: Int[Array, " n_img"]
     img_positions: Num[Array, "n_img 3"]
-    time: Float[Array, "s"]
-    labels: Int[Array, "s"]
+    time: Float[Array, " s"]
+    labels: Int[Array, " s"]
 
 
 @runtime_checkable

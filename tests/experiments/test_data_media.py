@@ -264,6 +264,18 @@ def test_rules_reject_bad_values(bad, match):
         MediaRules(**({"patch": 8, "max_tokens": 16} | bad))
 
 
+def test_an_index_folder_that_cannot_be_written_is_refused(tmp_path):
+    save_image(tmp_path / "data" / "0.png", 16, 16)
+    (tmp_path / "file").write_bytes(b"")
+    rules = MediaRules(
+        patch=8, max_tokens=64, allow_uncaptioned=True, index_folder=tmp_path / "file" / "cache"
+    )
+    with pytest.raises(
+        DataError, match="index_folder must be a folder that can be written; got .*file/cache"
+    ):
+        ImageFolder(tmp_path / "data", rules=rules)
+
+
 def test_the_index_file_is_used_and_follows_changes(tmp_path, monkeypatch):
     root, cache = tmp_path / "data", tmp_path / "cache"
     rules = MediaRules(patch=8, max_tokens=64, allow_uncaptioned=True, index_folder=cache)

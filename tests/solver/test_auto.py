@@ -109,6 +109,27 @@ def test_many_devices(mix):
     assert mean["across"] == 0
 
 
+@pytest.mark.parametrize(("longest", "step", "sent"), [(None, 1.01, 0.25), (131072, 1.015, 0.3)])
+def test_long_tails_on_many_devices(longest, step, sent):
+    mean, most = figures([auto(*batch, 256) for batch in long_tail(256, longest=longest, batches=2)])
+    assert mean["step"] <= step
+    assert mean["sent"] <= sent
+    assert mean["rows"] <= 2.5
+    assert most["attention"] <= 1.0101
+
+
+@pytest.mark.parametrize("gamma", [0.4, 1.0])
+def test_one_size_on_many_devices(gamma):
+    lengths, home = next(golden("lowres"))
+    rng = np.random.default_rng(0)
+    lengths = np.concatenate([rng.permutation(lengths) for _ in range(8)])
+    home = np.concatenate([home + 32 * i for i in range(8)])
+    mean, most = figures([auto(lengths, home, 256, gamma)])
+    assert mean["step"] <= 1.004
+    assert mean["sent"] <= 0.01
+    assert most["across"] == 0
+
+
 @pytest.mark.parametrize("mix", ["lowres", "mixres", "joint"])
 def test_text_and_image_tokens_each(mix):
     rng = np.random.default_rng(0)
