@@ -42,7 +42,9 @@ _CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 # Virtual devices exchange rows by copying memory: slow, but not beside what they compute.
-CPU_LINKS = Links(flops_per_s=100e9, inside_bytes_per_s=10e9, across_bytes_per_s=10e9, element_bytes=4)
+CPU_LINKS = Links(
+    flops_per_s=100e9, inside_bytes_per_s=10e9, across_bytes_per_s=10e9, element_bytes=4, padded=True
+)
 # Share of a device's memory that they may take; activations need the rest.
 _MEMORY_SHARE = 0.8
 

@@ -211,9 +211,7 @@ def check_same_program(caller: str, a: StepCapacity, b: StepCapacity) -> None:
 def _bucketed(name: str, want: int, owner: Any) -> int:
     if not want and name in _STREAMS:
         return 0  # a stream that no step has takes no rows
-    return bucket(
-        want, headroom=_HEADROOM.get(name, _DEFAULT_HEADROOM), alignment=_alignment(name, owner)
-    )
+    return bucket(want, headroom=_HEADROOM.get(name, _DEFAULT_HEADROOM), alignment=_alignment(name, owner))
 
 
 def _alignment(name: str, owner: Any) -> int:
