@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -181,6 +181,13 @@ def with_equal_attention(inputs: StepInputs) -> StepInputs:
     return inputs._replace(tables=inputs.tables._replace(key_blocks=placed))
 
 
+class StepTime(NamedTuple):
+    """Seconds of a step: on the wall, and of all threads of this process, which other load disturbs less."""
+
+    wall: float
+    cpu: float
+
+
 @dataclass
 class Stopwatch:
     """Runs steps of any variant on one state, and times them."""
@@ -193,16 +200,16 @@ class Stopwatch:
         """With a fresh state of the program."""
         return cls(init_state(program), jax.random.key(0, impl="threefry2x32"))
 
-    def run(self, variant: Variant, inputs: StepInputs) -> float:
-        """Seconds of a step, from dispatch until its state is there."""
-        started = time.perf_counter()
+    def run(self, variant: Variant, inputs: StepInputs) -> StepTime:
+        """Times of a step, from dispatch until its state is there."""
+        started, cpu_started = time.perf_counter(), time.process_time()
         self.state, metrics = variant.step(self.state, inputs, self.key)
         jax.block_until_ready((self.state, metrics))
-        seconds = time.perf_counter() - started
+        found = StepTime(time.perf_counter() - started, time.process_time() - cpu_started)
         assert bool(metrics.finite), "the step was skipped"
-        return seconds
+        return found
 
     def compile(self, variant: Variant) -> None:
         """Compile a variant's program, and run it once."""
-        seconds = self.run(variant, variant.lending[0])
+        seconds = self.run(variant, variant.lending[0]).wall
         _LOG.info("%s: compiled and run in %.1f s", variant.name, seconds)

@@ -59,12 +59,14 @@ class Measured:
 
     Attributes:
         waiting: seconds of each variant's step in each round, every device with the fullest one's attention.
-        lending: the same with attention as it falls, in fewer rounds.
+        cpu: seconds of all threads in those steps.
+        lending: seconds with attention as it falls, in fewer rounds.
         fixed: seconds of a step of one token a sequence.
         uniform: seconds of each batch of each program of the fit, in every third round.
     """
 
     waiting: dict[Variant, list[float]]
+    cpu: dict[Variant, list[float]]
     lending: dict[Variant, list[float]]
     fixed: Times
     uniform: list[list[list[float]]]
@@ -75,6 +77,7 @@ def measure(
 ) -> Measured:
     """All in turn in every round, so that other load on the machine meets all alike."""
     waiting: dict[Variant, list[float]] = {variant: [] for variant in variants}
+    cpu: dict[Variant, list[float]] = {variant: [] for variant in variants}
     lending: dict[Variant, list[float]] = {variant: [] for variant in variants}
     tiny, uniform = models
     fixed: list[float] = []
@@ -82,16 +85,18 @@ def measure(
     for r in range(sizes.rounds):
         for variant in _rotated(variants, r):
             batch = r % sizes.batches
-            waiting[variant].append(watch.run(variant, variant.waiting[batch]))
+            found = watch.run(variant, variant.waiting[batch])
+            waiting[variant].append(found.wall)
+            cpu[variant].append(found.cpu)
             if r < sizes.lending_rounds:
-                lending[variant].append(watch.run(variant, variant.lending[batch]))
-        fixed.append(watch.run(tiny, tiny.lending[0]))
+                lending[variant].append(watch.run(variant, variant.lending[batch]).wall)
+        fixed.append(watch.run(tiny, tiny.lending[0]).wall)
         for variant, samples in zip(uniform, seconds, strict=True):
             batch = r % len(samples)
-            samples[batch].append(watch.run(variant, variant.lending[batch]))
+            samples[batch].append(watch.run(variant, variant.lending[batch]).wall)
         last = ", ".join(f"{variant.name} {samples[-1]:.2f}" for variant, samples in waiting.items())
         _LOG.info("round %d of %d, seconds: %s", r + 1, sizes.rounds, last)
-    return Measured(waiting, lending, Times(tuple(fixed)), seconds)
+    return Measured(waiting, cpu, lending, Times(tuple(fixed)), seconds)
 
 
 def _rotated(items: list[Variant], by: int) -> list[Variant]:
