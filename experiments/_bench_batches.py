@@ -22,6 +22,7 @@ JOINT_CODES = MIXES["joint"]
 SCALE = 32
 # The mixes draw 0 to 392 text tokens; the recorded lengths are totals, so each gets the mean, scaled.
 MEAN_TEXT = 196 // SCALE
+_TAIL_PER_DEVICE, _TAIL_MEDIAN, _TAIL_SIGMA, _TAIL_RANGE = 8, 2000, 1.2, (64, 65_536)
 
 
 @functools.lru_cache(maxsize=1)
@@ -56,12 +57,33 @@ def scaled_joint(step: int, scale: int = SCALE) -> StepIndex:
     return make_index(step, lengths, text, home_rank, num_ranks=len(ranks))
 
 
+def tail_step(step: int, scale: int = SCALE, *, num_devices: int = 8) -> StepIndex:
+    """A step with a long tail: 8 sequences a device, lognormal lengths of median 2,000 and sigma 1.2.
+
+    They are clipped to 64 .. 65,536, divided by `scale` and rounded up; text as in `scaled_joint`.
+    """
+    rng = np.random.default_rng([step, 2])
+    drawn = rng.lognormal(math.log(_TAIL_MEDIAN), _TAIL_SIGMA, _TAIL_PER_DEVICE * num_devices)
+    lengths = -(-np.clip(drawn, *_TAIL_RANGE).astype(np.int64) // scale)
+    home = np.repeat(np.arange(num_devices), _TAIL_PER_DEVICE)
+    return make_index(step, lengths, np.minimum(MEAN_TEXT, lengths // 2), home, num_ranks=num_devices)
+
+
+def fresh_tails(num_steps: int) -> list[StepIndex]:
+    """Steps with a long tail, the first of which are those that are timed."""
+    return [tail_step(step) for step in range(num_steps)]
+
+
+def fresh_mix(mix: str, num_steps: int) -> list[StepIndex]:
+    """Steps of a published mix with draws of our own, at full length on 32 ranks."""
+    sampler = StepSampler([SyntheticCodes(MIXES[mix], num_steps=num_steps, seed=1)])
+    return [sampler.step(t) for t in range(num_steps)]
+
+
 def fresh_joint(num_steps: int) -> list[StepIndex]:
     """Steps of the joint mix with draws of our own, brought to the same scale."""
-    sampler = StepSampler([SyntheticCodes(JOINT_CODES, num_steps=num_steps, seed=1)])
     indices = []
-    for t in range(num_steps):
-        index = sampler.step(t)
+    for t, index in enumerate(fresh_mix("joint", num_steps)):
         lengths, text = -(-index.lengths // SCALE), index.text_lengths // SCALE
         assert index.home_rank is not None  # synthetic codes name one
         indices.append(make_index(t, lengths, text, index.home_rank, num_ranks=index.num_ranks))

@@ -8,22 +8,29 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from experiments._bench_batches import SCALE, fresh_joint, mean
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments._bench_batches import SCALE, fresh_joint, fresh_mix, fresh_tails, mean
 from experiments._bench_report import Section, markdown_table, paragraph
 from experiments._config import find_config, load_config
 from experiments._feed import Planner
-from experiments._run import make_planner
+from experiments._run import CPU_LINKS, make_planner
 from experiments._run_data import open_data
 from experiments._workdir import checked_settings
 from experiments.data import StepIndex
-from solver import BalancePlan, CostModel, StepCapacity, capacity_for
+from solver import BalancePlan, CostModel, StepCapacity, StepLayout, Topology, capacity_for
 
 NUM_DEVICES = 8
 MOST_PROGRAMS = 8
 # A run looks 256 steps ahead unless told otherwise, further than the batches counted here: shorter sights are harder.
 SIGHTS = (1, 16, 64)
-_JOINT_BAGS = (None, "g1n8", "g2n4", "g4n2", "g8n1", "g1n2+g2n1+g4n1")
-_QUICKSTART_BAGS = (None, "g1n8", "g2n4", "g4n2", "g1n4+g4n1", "g8n1")
+_JOINT_BAGS = (None, "g1n8", "g2n4", "g4n2", "g8n1", "g1n2+g2n1+g4n1", "auto")
+_TAIL_BAGS = (None, "g1n8", "g2n4", "g4n2", "g8n1", "auto")
+_QUICKSTART_BAGS = (None, "g1n8", "g2n4", "g4n2", "g1n4+g4n1", "g8n1", "auto")
+_FULL_MIXES, _FULL_BAGS = ("joint", "mixres"), ("g8n4", "auto")
+# Padded over useful compute that is wanted at full length, at the longest sight.
+MOST_PADDED = 1.04
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,11 @@ class Growth:
         grown: sizes that grew at the longest sight.
         padded_tokens: rows of the token layout without a token, over all rows, mean over batches at the longest sight.
         padded_rows: the same of the attention layout, where padding costs memory but no attention work.
+        rows_max_over_mean: attention rows of the fullest device over the mean, by the plans.
+        computed_over_useful: cost of all rows of a device's token layout and of the most attention of any, over the
+            mean load (`StepStats.computed_over_useful`).
+        attention_max_over_mean: attention work of the fullest device over the mean.
+        blocks_over_useful: query-key pairs of the blocks that are visited over those of the sequences.
     """
 
     data: str
@@ -54,6 +66,10 @@ class Growth:
     grown: list[str]
     padded_tokens: float
     padded_rows: float
+    rows_max_over_mean: float
+    computed_over_useful: float
+    attention_max_over_mean: float
+    blocks_over_useful: float
 
 
 def measure_growth(series: Series, bags: str | None, num_batches: int, sights: Sequence[int]) -> Growth:
@@ -71,6 +87,10 @@ def measure_growth(series: Series, bags: str | None, num_batches: int, sights: S
         grown=_differences(longest[0], longest[-1]),
         padded_tokens=mean([_padded_tokens(plan, capacity) for plan, capacity in pairs]),
         padded_rows=mean([_padded_rows(plan, capacity) for plan, capacity in pairs]),
+        rows_max_over_mean=mean([_max_over_mean(plan.rows) for plan, _ in pairs]),
+        computed_over_useful=mean([_computed(plan, capacity) for plan, capacity in pairs]),
+        attention_max_over_mean=mean([_max_over_mean(plan.attention_work) for plan, _ in pairs]),
+        blocks_over_useful=mean([_blocks(layout) for layout in layouts[:num_batches]]),
     )
 
 
@@ -80,8 +100,7 @@ def _capacities(needs: Sequence[StepCapacity], num_batches: int, sight: int) -> 
     found = []
     for t in range(num_batches):
         if not capacity.fits(needs[t]):
-            for need in needs[t : t + 1 + sight]:
-                capacity = capacity.grown(need)
+            capacity = capacity_for(needs[t : t + 1 + sight], at_least=capacity)
         found.append(capacity)
     return found
 
@@ -92,6 +111,21 @@ def _padded_tokens(plan: BalancePlan, capacity: StepCapacity) -> float:
 
 def _padded_rows(plan: BalancePlan, capacity: StepCapacity) -> float:
     return 1.0 - int(plan.rows.sum()) / (capacity.key_rows * plan.num_devices)
+
+
+def _max_over_mean(values: NDArray) -> float:
+    return float(values.max() / values.mean())
+
+
+def _computed(plan: BalancePlan, capacity: StepCapacity) -> float:
+    linear_s = float(plan.cost.linear(capacity.text + capacity.image))
+    return (linear_s + float(plan.attention_work.max())) / float(plan.load.mean())
+
+
+def _blocks(layout: StepLayout) -> float:
+    pairs = sum(int((ranges[:, 1] - ranges[:, 0]).sum()) for ranges in layout.key_blocks)
+    work = layout.plan.num_heads * float(np.sum(layout.plan.lengths.astype(float) ** 2))
+    return pairs * layout.block**2 / work
 
 
 def _differences(old: StepCapacity, new: StepCapacity) -> list[str]:
@@ -109,22 +143,47 @@ def bench_compilations(*, quick: bool) -> Section:
     """Both series under several bag specs."""
     num_batches, sights = (20, SIGHTS[:2]) if quick else (200, SIGHTS)
     count = num_batches + max(sights)
-    all_series = [_joint(count), _quickstart(count)]
-    results = [
-        measure_growth(series, bags, num_batches, sights) for series in all_series for bags in series.bags
-    ]
+    few = [_joint(count), _tail(count), _quickstart(count)]
+    results, full = (
+        [measure_growth(series, bags, num_batches, sights) for series in all_series for bags in series.bags]
+        for all_series in (few, [_full(mix, count) for mix in _FULL_MIXES])
+    )
     return Section(
         name="compilations",
         title="Compilations",
-        body=_body(results, num_batches, sights),
-        figures={"results": [asdict(result) for result in results], "limit": MOST_PROGRAMS},
+        body=f"{_body(results, num_batches, sights)}\n\n{_full_body(full, num_batches, sights)}",
+        figures={
+            "results": [asdict(result) for result in results],
+            "full_length": [asdict(result) for result in full],
+            "limit": MOST_PROGRAMS,
+        },
     )
 
 
 def _joint(count: int) -> Series:
+    return Series(f"joint / {SCALE}", _small_planner(), fresh_joint(count), _JOINT_BAGS)
+
+
+def _tail(count: int) -> Series:
+    return Series(f"tail / {SCALE}", _small_planner(), fresh_tails(count), _TAIL_BAGS)
+
+
+def _small_planner() -> Planner:
     cost = CostModel(width=256, gamma=0.4)
-    planner = Planner(num_devices=NUM_DEVICES, num_heads=8, bags=None, cost=cost, block=64)
-    return Series(f"joint / {SCALE}", planner, fresh_joint(count), _JOINT_BAGS)
+    return Planner(num_devices=NUM_DEVICES, num_heads=8, bags=None, cost=cost, links=CPU_LINKS, block=64)
+
+
+def _full(mix: str, count: int) -> Series:
+    """A mix as FLUX.1 would train on it: 4 machines of 8 GPUs, whose exchanges are not padded."""
+    planner = Planner(
+        num_devices=32,
+        num_heads=24,
+        bags=None,
+        cost=CostModel(width=3072, gamma=0.4),
+        topology=Topology(4, 8),
+        padded=False,
+    )
+    return Series(mix, planner, fresh_mix(mix, count), _FULL_BAGS)
 
 
 def _quickstart(count: int) -> Series:
@@ -141,7 +200,8 @@ def _body(results: list[Growth], num_batches: int, sights: Sequence[int]) -> str
     text = f"""Programs that {num_batches} random batches need: **{worst} at most** where {longest} are looked ahead
     at (wanted: at most {MOST_PROGRAMS}; a run looks 256 ahead unless told otherwise, so that these would all be
     planned for). A batch that does not fit enlarges the program for itself and for as many again as are looked ahead
-    at. Joint: fresh draws of the mix, lengths divided by {SCALE}; quickstart: the data of `make train`. Padding is the
+    at. Joint: fresh draws of the mix, lengths divided by {SCALE}; tail: the lengths of the training step's; quickstart:
+    the data of `make train`. Padding is the
     mean over batches with {longest} looked ahead at; padded attention rows cost memory, not attention work."""
     header = [
         "data",
@@ -157,6 +217,43 @@ def _body(results: list[Growth], num_batches: int, sights: Sequence[int]) -> str
             *(result.programs[sight] for sight in sights),
             f"{result.padded_tokens:.1%}",
             f"{result.padded_rows:.1%}",
+        ]
+        for result in results
+    ]
+    return f"{paragraph(text)}\n\n{markdown_table(header, rows)}"
+
+
+def _full_body(results: list[Growth], num_batches: int, sights: Sequence[int]) -> str:
+    longest = max(sights)
+    text = f"""At full length on 32 devices (4 machines of 8, 24 heads, width 3,072, blocks of 128 rows, exchanges as
+    on GPUs), fresh draws, {longest} looked ahead at; padded over useful (wanted: at most {MOST_PADDED} of compute, at
+    most {MOST_PROGRAMS} programs). *Linear* counts rows of the token layout over tokens. *Attention* is the work of the
+    fullest device over the mean; with linear rows it makes *compute*, by the cost model, against the mean load.
+    *Attention rows* are the program's over those with a key, of which *unequal* is what the plans' fullest device has
+    over the mean: attention work is spread evenly, so devices with short sequences hold more rows; empty ones take
+    memory and no attention. *Blocks*: what rounding sequences to whole blocks adds inside the attention kernel."""
+    header = (
+        "data",
+        "bags",
+        *(f"programs, {n} ahead" for n in sights),
+        "compute",
+        "linear",
+        "attention",
+        "attention rows",
+        "unequal",
+        "blocks",
+    )
+    rows = [
+        [
+            result.data,
+            result.bags,
+            *(result.programs[sight] for sight in sights),
+            f"{result.computed_over_useful:.3f}",
+            f"{1 / (1 - result.padded_tokens):.3f}",
+            f"{result.attention_max_over_mean:.3f}",
+            f"{1 / (1 - result.padded_rows):.2f}",
+            f"{result.rows_max_over_mean:.2f}",
+            f"{result.blocks_over_useful:.3f}",
         ]
         for result in results
     ]

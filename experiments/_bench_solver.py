@@ -5,15 +5,20 @@ included); what one host makes of it for its 8 devices, off the critical path (l
 tables); and the expansion of those tables to row indices on a device.
 """
 
+import json
+import subprocess
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.util import find_spec
+from itertools import zip_longest
 from typing import Any
 
 import jax
 
-from experiments._bench_batches import mean, recorded_steps
+from experiments._bench_batches import CHECKOUT, mean, recorded_steps
 from experiments._bench_report import Section, Times, markdown_table, paragraph
 from parallel import expand_attention, expand_route
 from solver import (
@@ -44,6 +49,21 @@ class _Case:
 
 _CASES = (_Case("joint", 1, 1.0), _Case("lowres", 1, 5.0), _Case("mixres", 1, None), _Case("joint", 32, 50.0))
 _BAG_SIZES = (1, 2, 4, 8)
+# What a plan without a spec may take, with the ranks of each mix repeated so often.
+_AUTO_CASES = tuple(
+    _Case(mix, copies, limit)
+    for copies, limit in ((1, 25.0), (8, 100.0), (32, 300.0))
+    for mix in ("joint", "lowres", "mixres")
+)
+# Milliseconds of plans in a process to itself: of the cases with one copy, where Numba is said to be absent.
+_WITHOUT_NUMBA = """
+import json, sys
+sys.modules["numba"] = None
+from experiments._bench_solver import auto_times
+from solver._compiled import HAS_NUMBA
+assert not HAS_NUMBA
+print(json.dumps([entry.plan_ms.samples for entry in auto_times(copies=(1,), repeats=int(sys.argv[1]))]))
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +123,61 @@ def _time_spec(case: _Case, size: int, repeats: int) -> SolverTimes:
     )
 
 
-def _problem(case: _Case, size: int, step: int) -> Callable[[], BalancePlan]:
+@dataclass(frozen=True, slots=True)
+class AutoTimes:
+    """Milliseconds of `balance` with `bags="auto"`; of the slower of the steps timed.
+
+    Attributes:
+        mix, devices, sequences, limit_ms: the case.
+        plan_ms: with Numba's inner loops where it is installed.
+        plain_ms: with plain Python's; None where not timed.
+        rows_sent_fraction, static_step_cost: of the plans, means over the steps.
+    """
+
+    mix: str
+    devices: int
+    sequences: int
+    limit_ms: float
+    plan_ms: Times
+    plain_ms: Times | None
+    rows_sent_fraction: float
+    static_step_cost: float
+
+
+def auto_times(*, copies: Sequence[int] = (1, 8, 32), repeats: int = 25) -> list[AutoTimes]:
+    """Time planning without a spec, in this process: the first two steps of each mix, the ranks repeated.
+
+    Args:
+        copies: how often, of 1, 8 and 32.
+        repeats: calls of each.
+    """
+    return [_time_auto(case, repeats) for case in _AUTO_CASES if case.copies in copies]
+
+
+def _time_auto(case: _Case, repeats: int) -> AutoTimes:
+    problems = [_problem(case, "auto", step) for step in range(2)]
+    plans = [plan() for plan in problems]
+    assert case.limit_ms is not None
+    return AutoTimes(
+        mix=case.mix,
+        devices=plans[0].num_devices,
+        sequences=len(plans[0].lengths),
+        limit_ms=case.limit_ms,
+        plan_ms=max((_times(plan, repeats) for plan in problems), key=lambda t: t.middle),
+        plain_ms=None,
+        rows_sent_fraction=mean([plan.rows_sent_fraction for plan in plans]),
+        static_step_cost=mean([plan.static_step_cost for plan in plans]),
+    )
+
+
+def times_without_numba(repeats: int) -> list[Times]:
+    """Times of the first cases of `auto_times` in a process that does not see Numba."""
+    command = [sys.executable, "-c", _WITHOUT_NUMBA, str(repeats)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=CHECKOUT)
+    return [Times(tuple(samples)) for samples in json.loads(done.stdout)]
+
+
+def _problem(case: _Case, bags: int | str, step: int) -> Callable[[], BalancePlan]:
     ranks = recorded_steps(case.mix)[step] * case.copies
     lengths = [length for rank in ranks for length in rank]
     home = [device for device, rank in enumerate(ranks) for _ in rank]
@@ -112,7 +186,7 @@ def _problem(case: _Case, size: int, step: int) -> Callable[[], BalancePlan]:
         lengths,
         home,
         num_devices=len(ranks),
-        bags=f"g{size}n{len(ranks) // size}",
+        bags=bags if isinstance(bags, str) else f"g{bags}n{len(ranks) // bags}",
         num_heads=_NUM_HEADS,
         topology=Topology(len(ranks) // _DEVICES_PER_MACHINE, _DEVICES_PER_MACHINE),
     )
@@ -176,15 +250,19 @@ def _blocked(call: Callable[..., Any], *inputs: Any) -> Any:
 def bench_solver(*, quick: bool) -> Section:
     """Everything above as a section."""
     plans = solver_times(quick=quick, repeats=5 if quick else 25)
+    autos = auto_times(copies=(1,), repeats=3) if quick else auto_times()
+    plain = times_without_numba(repeats=1 if quick else 5)
+    autos = [replace(entry, plain_ms=times) for entry, times in zip_longest(autos, plain)]
     expansions = [] if quick else expansion_times()
     figures = {
         "plans": [asdict(entry) for entry in plans],
+        "auto": [asdict(entry) for entry in autos],
         "expansions": [asdict(entry) for entry in expansions],
     }
-    return Section("solver", "Solver", _body(plans, expansions), figures)
+    return Section("solver", "Solver", _body(plans, autos, expansions), figures)
 
 
-def _body(plans: list[SolverTimes], expansions: list[ExpansionTimes]) -> str:
+def _body(plans: list[SolverTimes], autos: list[AutoTimes], expansions: list[ExpansionTimes]) -> str:
     slowest = max(plans, key=lambda entry: entry.share_of_limit)
     table = markdown_table(
         (
@@ -222,7 +300,42 @@ def _body(plans: list[SolverTimes], expansions: list[ExpansionTimes]) -> str:
         figure; *tables of a host* is what one host then makes for its {_DEVICES_PER_MACHINE} devices, off
         the critical path. *Load* is max over mean, *J* the static step cost."""
     )
-    return "\n\n".join([text, table, *_expansion_text(expansions)])
+    return "\n\n".join([text, table, *_auto_text(autos), *_expansion_text(expansions)])
+
+
+def _auto_text(autos: list[AutoTimes]) -> list[str]:
+    shares = [entry.plan_ms.middle / entry.limit_ms for entry in autos]
+    worst = autos[shares.index(max(shares))]
+    loops = "Numba" if find_spec("numba") else "plain Python, for Numba is not installed"
+    text = f"""`bags="auto"`, the same way: the slowest plan takes **{max(shares):.2f} of its limit** ({worst.mix},
+        {worst.devices} devices; limits: 25, 100 and 300 ms on 32, 256 and 1,024 devices). Inner loops by {loops}, the
+        first calls left out; *plain* in a process without Numba, which makes the same plans."""
+    header = (
+        "mix",
+        "devices",
+        "sequences",
+        "plan, of limit",
+        "plan, ms",
+        "limit, ms",
+        "plain, ms",
+        "J",
+        "rows sent",
+    )
+    rows = [
+        (
+            entry.mix,
+            entry.devices,
+            entry.sequences,
+            f"{share:.2f}",
+            entry.plan_ms.text(digits=1),
+            f"{entry.limit_ms:.0f}",
+            entry.plain_ms.text(digits=1) if entry.plain_ms else "-",
+            f"{entry.static_step_cost:.3f}",
+            f"{entry.rows_sent_fraction:.1%}",
+        )
+        for entry, share in zip(autos, shares, strict=True)
+    ]
+    return [paragraph(text), markdown_table(header, rows)]
 
 
 def _expansion_text(expansions: list[ExpansionTimes]) -> list[str]:

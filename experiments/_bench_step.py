@@ -14,17 +14,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
+from numpy.typing import NDArray
 
 from experiments._bench_batches import RowWidths, random_data
 from experiments._feed import Planner, PreparedStep, StepAssembler, size_capacity
 from experiments._platform import compiler_options
+from experiments._run import CPU_LINKS
 from experiments.data import StepIndex
 from jaxdit.encoders import PrecomputedText
 from jaxdit.models import MMDiT, MMDiTConfig
@@ -84,7 +86,7 @@ class Variant:
 
     Args:
         program: shared by all variants.
-        bags: bag spec; None leaves sequences where they were loaded.
+        bags: bag spec or "auto"; None leaves sequences where they were loaded.
         indices: the batches.
         capacity: of another variant, to run these batches in its program.
     """
@@ -98,7 +100,12 @@ class Variant:
     ) -> None:
         self.program, self.bags, self.indices = program, bags, list(indices)
         self.planner = Planner(
-            num_devices=NUM_DEVICES, num_heads=NUM_HEADS, bags=bags, cost=PLAN_COST, block=BLOCK
+            num_devices=NUM_DEVICES,
+            num_heads=NUM_HEADS,
+            bags=bags,
+            cost=PLAN_COST,
+            links=CPU_LINKS,
+            block=BLOCK,
         )
         self.capacity = size_capacity(self.planner, iter(self.indices)) if capacity is None else capacity
         self.step = make_train_step(program, self.capacity)
@@ -136,6 +143,15 @@ class Variant:
         """Tokens a device has room for: what its linear layers compute on."""
         return self.capacity.text + self.capacity.image
 
+    @cached_property
+    def block_pairs(self) -> list[NDArray[np.int64]]:
+        """Block pairs that each device visits, of each batch."""
+        found = []
+        for inputs in self.lending:
+            ranges = np.asarray(inputs.tables.key_blocks)
+            found.append((ranges[..., 1] - ranges[..., 0]).sum((1, 2)).astype(np.int64))
+        return found
+
     def most_attention_s(self, cost: CostModel, batch: int) -> float:
         """Seconds of the most attention of any device, by a cost model that may not be the plan's."""
         work = self.plans[batch].attention_work
@@ -165,6 +181,13 @@ def with_equal_attention(inputs: StepInputs) -> StepInputs:
     return inputs._replace(tables=inputs.tables._replace(key_blocks=placed))
 
 
+class StepTime(NamedTuple):
+    """Seconds of a step: on the wall, and of all threads of this process, which other load disturbs less."""
+
+    wall: float
+    cpu: float
+
+
 @dataclass
 class Stopwatch:
     """Runs steps of any variant on one state, and times them."""
@@ -177,16 +200,16 @@ class Stopwatch:
         """With a fresh state of the program."""
         return cls(init_state(program), jax.random.key(0, impl="threefry2x32"))
 
-    def run(self, variant: Variant, inputs: StepInputs) -> float:
-        """Seconds of a step, from dispatch until its state is there."""
-        started = time.perf_counter()
+    def run(self, variant: Variant, inputs: StepInputs) -> StepTime:
+        """Times of a step, from dispatch until its state is there."""
+        started, cpu_started = time.perf_counter(), time.process_time()
         self.state, metrics = variant.step(self.state, inputs, self.key)
         jax.block_until_ready((self.state, metrics))
-        seconds = time.perf_counter() - started
+        found = StepTime(time.perf_counter() - started, time.process_time() - cpu_started)
         assert bool(metrics.finite), "the step was skipped"
-        return seconds
+        return found
 
     def compile(self, variant: Variant) -> None:
         """Compile a variant's program, and run it once."""
-        seconds = self.run(variant, variant.lending[0])
+        seconds = self.run(variant, variant.lending[0]).wall
         _LOG.info("%s: compiled and run in %.1f s", variant.name, seconds)

@@ -1,13 +1,9 @@
-"""The step benchmark: what is timed in which order, the cost model fitted to it, and the report."""
+"""The step benchmark: what bags gain over no balancing, beside what J predicts; `_bench_auto` has what auto gains."""
 
-import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from experiments._bench_batches import MEAN_TEXT, SCALE, mean, scaled_joint, uniform_index
+from experiments._bench_auto import auto_figures, auto_text
+from experiments._bench_batches import MEAN_TEXT, SCALE, mean, scaled_joint, tail_step, uniform_index
 from experiments._bench_report import Section, Times, markdown_table, paragraph
 from experiments._bench_step import (
     BLOCK,
@@ -19,68 +15,20 @@ from experiments._bench_step import (
     Variant,
     make_program,
 )
+from experiments._bench_step_measure import (
+    Fit,
+    Measured,
+    StepSizes,
+    fit_cost,
+    fit_variants,
+    measure,
+    median_ratio,
+)
 from experiments.data import StepIndex
-from jaxdit.training import TrainProgram
 from solver import CostModel
 
-_LOG = logging.getLogger(__name__)
-
-BAGS = (None, "g1n8", "g2n4", "g4n2", "g8n1")
+BAGS = (None, "g1n8", "g2n4", "g4n2", "g8n1", "auto")
 TARGET = 0.85
-# Sequences per device and their length, in a program of as many tokens: multiples of the block, so that the attention
-# they list is the attention they run.
-_FIT_SHAPES = (((12, 256), (6, 512), (4, 768)), ((6, 256), (3, 512), (2, 768)))
-
-
-@dataclass(frozen=True, slots=True)
-class StepSizes:
-    """How much is measured.
-
-    Attributes:
-        blocks: double-stream and single-stream blocks.
-        batches: recorded steps used.
-        rounds: rounds of all variants, each on one batch; at least one a batch.
-        lending_rounds: rounds that also run batches with lending devices.
-        scale: by which lengths are divided.
-    """
-
-    blocks: tuple[int, int] = (1, 1)
-    batches: int = 3
-    rounds: int = 9
-    lending_rounds: int = 3
-    scale: int = SCALE
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """Seconds of a step: fixed + linear layers + attention, by least squares.
-
-    Attributes:
-        cost: seconds of all blocks, forward and backward, per token and attention on each of the devices.
-        fixed_s: seconds whatever the tokens.
-        largest_residual: relative, over the points.
-    """
-
-    cost: CostModel
-    fixed_s: float
-    largest_residual: float
-
-
-@dataclass(frozen=True)
-class Measured:
-    """All samples.
-
-    Attributes:
-        waiting: seconds of each variant's step in each round, every device with the fullest one's attention.
-        lending: the same with attention as it falls, in fewer rounds.
-        fixed: seconds of a step of one token a sequence.
-        uniform: seconds of each batch of each program of the fit, in every third round.
-    """
-
-    waiting: dict[str, list[float]]
-    lending: dict[str, list[float]]
-    fixed: Times
-    uniform: list[list[list[float]]]
 
 
 def bench_step(*, quick: bool) -> Section:
@@ -88,21 +36,27 @@ def bench_step(*, quick: bool) -> Section:
     sizes = (
         StepSizes((1, 0), batches=1, rounds=3, lending_rounds=1, scale=8 * SCALE) if quick else StepSizes()
     )
-    bags = (None, "g8n1") if quick else BAGS
+    bags = (None, "g8n1", "auto") if quick else BAGS
     program = make_program(*sizes.blocks)
     watch = Stopwatch.start(program)
     indices = [scaled_joint(step, sizes.scale) for step in range(sizes.batches)]
-    variants = {spec: Variant(program, spec, indices) for spec in bags}
+    tails = [tail_step(step, sizes.scale) for step in range(sizes.batches)]
+    variants = [Variant(program, spec, indices) for spec in bags]
+    of_tails = [Variant(program, spec, tails) for spec in bags]
     sequences = indices[0].num_sequences // NUM_DEVICES
     tiny = Variant(program, None, [uniform_index(1, sequences, num_devices=NUM_DEVICES)])
-    uniform = _fit_variants(program, sizes.scale)
-    for variant in (*variants.values(), tiny, *uniform):
+    uniform = fit_variants(program, sizes.scale)
+    for variant in (*variants, *of_tails, tiny, *uniform):
         watch.compile(variant)
-    measured = _measure(watch, list(variants.values()), (tiny, uniform), sizes)
-    fit = _fit(uniform, measured)
-    rows = [_row(variants[None], variant, measured, fit) for variant in variants.values()]
+    measured = measure(watch, [*variants, *of_tails], (tiny, uniform), sizes)
+    fit = fit_cost(uniform, measured)
+    autos = {
+        name: auto_figures(of_mix, measured, fit)
+        for name, of_mix in (("joint", variants), ("tail", of_tails))
+    }
     figures = {
-        "variants": rows,
+        "variants": [_row(variants[0], variant, measured, fit) for variant in variants],
+        "auto": autos,
         "gamma_fitted": fit.cost.gamma,
         "fixed_s": measured.fixed.middle,
         "fixed_fitted_s": fit.fixed_s,
@@ -110,77 +64,23 @@ def bench_step(*, quick: bool) -> Section:
         "blocks": sizes.blocks,
         "target": TARGET,
     }
-    return Section("step", "Training step, balanced and not", _body(figures, sizes, indices[0]), figures)
-
-
-def _measure(
-    watch: Stopwatch, variants: list[Variant], models: tuple[Variant, list[Variant]], sizes: StepSizes
-) -> Measured:
-    """All in turn in every round, so that other load on the machine meets all alike."""
-    waiting: dict[str, list[float]] = {variant.name: [] for variant in variants}
-    lending: dict[str, list[float]] = {variant.name: [] for variant in variants}
-    tiny, uniform = models
-    fixed: list[float] = []
-    seconds: list[list[list[float]]] = [[[] for _ in variant.indices] for variant in uniform]
-    for r in range(sizes.rounds):
-        for variant in _rotated(variants, r):
-            batch = r % sizes.batches
-            waiting[variant.name].append(watch.run(variant, variant.waiting[batch]))
-            if r < sizes.lending_rounds:
-                lending[variant.name].append(watch.run(variant, variant.lending[batch]))
-        fixed.append(watch.run(tiny, tiny.lending[0]))
-        for variant, samples in zip(uniform, seconds, strict=True):
-            batch = r % len(samples)
-            samples[batch].append(watch.run(variant, variant.lending[batch]))
-        _LOG.info("round %d of %d: %s", r + 1, sizes.rounds, {k: round(v[-1], 2) for k, v in waiting.items()})
-    return Measured(waiting, lending, Times(tuple(fixed)), seconds)
-
-
-def _rotated(items: list[Variant], by: int) -> list[Variant]:
-    by %= len(items)
-    return items[by:] + items[:by]
-
-
-def _fit_variants(program: TrainProgram, scale: int) -> list[Variant]:
-    """Programs for uniform batches, which keep all devices equally busy."""
-    variants = []
-    for shapes in _FIT_SHAPES:
-        indices = [
-            uniform_index(length * SCALE // scale, count, num_devices=NUM_DEVICES) for count, length in shapes
-        ]
-        variants.append(Variant(program, None, indices))
-    return variants
-
-
-def _fit(variants: list[Variant], measured: Measured) -> Fit:
-    """Fit the cost model to steps of uniform batches and to the fixed part."""
-    points, seconds = [(1.0, 0.0, 0.0)], [measured.fixed.middle]
-    for variant, of_batches in zip(variants, measured.uniform, strict=True):
-        for index, samples in zip(variant.indices, of_batches, strict=True):
-            squares = float(np.sum(index.lengths.astype(float) ** 2)) / NUM_DEVICES
-            points.append((1.0, 24.0 * WIDTH**2 * variant.tokens, 4.0 * WIDTH * squares))
-            seconds.append(float(np.median(samples)))
-    # Relative errors count alike.
-    matrix = np.array(points) / np.array(seconds)[:, None]
-    solution = np.linalg.lstsq(matrix, np.ones(len(seconds)), rcond=None)[0]
-    intercept, linear, attention = (float(x) for x in solution)
-    residual = float(np.abs(matrix @ solution - 1.0).max())
-    return Fit(CostModel(WIDTH, max(attention / linear, 0.0), linear), intercept, residual)
+    body = f"{_body(figures, sizes, indices[0])}\n\n{auto_text(autos, tails)}"
+    return Section("step", "Training step, balanced and not", body, figures)
 
 
 def _row(base: Variant, variant: Variant, measured: Measured, fit: Fit) -> dict[str, Any]:
     """A variant's figures; speed-ups are medians over rounds of the ratio on one batch."""
-    own, none = measured.waiting[variant.name], measured.waiting[base.name]
+    own, none = measured.waiting[variant], measured.waiting[base]
     fixed = measured.fixed.middle
     batches = range(len(variant.plans))
     return {
         "bags": variant.name,
         "step_s": own,
-        "speed_up": _median_ratio(none, own),
+        "speed_up": median_ratio(none, own),
         "speed_up_of_minima": min(none) / min(own),
-        "speed_up_without_fixed": _median_ratio([t - fixed for t in none], [t - fixed for t in own]),
-        "lending_s": measured.lending[variant.name],
-        "speed_up_lending": _median_ratio(measured.lending[base.name], measured.lending[variant.name]),
+        "speed_up_without_fixed": median_ratio([t - fixed for t in none], [t - fixed for t in own]),
+        "lending_s": measured.lending[variant],
+        "speed_up_lending": median_ratio(measured.lending[base], measured.lending[variant]),
         "static_step_cost": mean([plan.static_step_cost for plan in variant.plans]),
         "predicted": _predicted(base, variant, PLAN_COST),
         "predicted_fitted": _predicted(base, variant, fit.cost),
@@ -190,10 +90,6 @@ def _row(base: Variant, variant: Variant, measured: Measured, fit: Fit) -> dict[
         "attention_s": mean([variant.most_attention_s(fit.cost, batch) for batch in batches]),
         "rows_sent_fraction": mean([plan.rows_sent_fraction for plan in variant.plans]),
     }
-
-
-def _median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    return float(np.median(np.array(above) / np.array(below)))
 
 
 def _predicted(base: Variant, variant: Variant, cost: CostModel) -> float:

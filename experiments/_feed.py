@@ -97,6 +97,9 @@ class StepStats:
         loads: seconds of (linear layers, attention) without balancing, and of the plan.
         static_cost_before, static_cost: J, the step's cost on a static-shape machine over the mean load.
         tokens, padded_tokens: tokens of the step, and rows of the token layout that hold none.
+        computed_over_useful: J with what the program's sizes add: cost of all rows of a device's token layout and of
+            the most attention of any, over the mean load.
+        padded_attention_fraction: rows of the attention layout that hold no key, over all its rows; they take memory.
         sequences: sequences of the step.
         rows_sent_fraction: (token, head) rows that change device in an attention call, over all.
         bad: samples that could not be read by this process.
@@ -107,6 +110,8 @@ class StepStats:
     static_cost: float
     tokens: int
     padded_tokens: int
+    computed_over_useful: float
+    padded_attention_fraction: float
     sequences: int
     rows_sent_fraction: float
     bad: int
@@ -208,21 +213,27 @@ class StepAssembler:
         needs = [self.planner.needs(layout) for layout in layouts]
         if self._upcoming is not None:
             needs += [self.planner.needs(self.planner.layout(index)) for index in self._upcoming(step + 1)]
-        for need in needs:
-            self.capacity = self.capacity.grown(need)
+        self.capacity = capacity_for(needs, at_least=self.capacity)
         _LOG.info("step %d needs larger arrays: a larger program is compiled", step)
 
     def _stats(self, micro_batches: list[StepData], layouts: list[StepLayout]) -> StepStats:
         before = [self.planner.plan(data.index, None) for data in micro_batches]
         after = [layout.plan for layout in layouts]
         tokens = sum(int(plan.tokens.sum()) for plan in after)
-        rows = len(after) * self.planner.num_devices * (self.capacity.text + self.capacity.image)
+        capacity, slots = self.capacity, len(after) * self.planner.num_devices
+        rows = slots * (capacity.text + capacity.image)
+        padded_s = len(after) * float(self.planner.cost.linear(capacity.text + capacity.image))
+        computed_s = padded_s + sum(float(plan.attention_work.max()) for plan in after)
+        useful_s = sum(float(plan.load.mean()) for plan in after)
         return StepStats(
             loads=(_loads(before), _loads(after)),
             static_cost_before=float(np.mean([plan.static_step_cost for plan in before])),
             static_cost=float(np.mean([plan.static_step_cost for plan in after])),
             tokens=tokens,
             padded_tokens=rows - tokens,
+            computed_over_useful=computed_s / useful_s if useful_s else 1.0,
+            padded_attention_fraction=1
+            - sum(int(plan.rows.sum()) for plan in after) / max(slots * capacity.key_rows, 1),
             sequences=sum(data.index.num_sequences for data in micro_batches),
             rows_sent_fraction=float(np.mean([plan.rows_sent_fraction for plan in after])),
             bad=sum(len(data.bad) for data in micro_batches),

@@ -1,6 +1,7 @@
 """The training loop: steps, reports, checkpoints, validation and pictures."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import math
@@ -228,6 +229,8 @@ class Trainer:
             "static_cost_before": stats.static_cost_before,
             "static_cost": stats.static_cost,
             "padded_fraction": stats.padded_fraction,
+            "computed_over_useful": stats.computed_over_useful,
+            "padded_attention_fraction": stats.padded_attention_fraction,
             "rows_sent_fraction": stats.rows_sent_fraction,
             "compilations": len(self._programs),
             "bad_samples": stats.bad,
@@ -357,5 +360,4 @@ class _Evaluator:
 
 
 def _report(row: dict[str, Any]) -> StepReport:
-    names = ("loss", "tokens_per_s", "step_s", "load_before", "load_after", "padded_fraction", "compilations")
-    return StepReport(**{name: row[name] for name in names})
+    return StepReport(**{field.name: row[field.name] for field in dataclasses.fields(StepReport)})

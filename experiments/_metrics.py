@@ -271,6 +271,7 @@ class StepReport:
       load_before: the fullest device's load over the mean, before balancing.
       load_after: the same after it.
       padded_fraction: part of all rows that are padding.
+      computed_over_useful: what a device computes, padding and waiting included, over the mean load.
       compilations: of the step so far in this process.
     """
 
@@ -280,13 +281,15 @@ class StepReport:
     load_before: float
     load_after: float
     padded_fraction: float
+    computed_over_useful: float
     compilations: int
 
     def __str__(self) -> str:
         return (
             f"loss {self.loss:.4f}, {_count_text(self.tokens_per_s)} tokens/s, {self.step_s:.3g} s/step, "
             f"load max/mean {self.load_before:.2f} -> {self.load_after:.2f}, "
-            f"padded {100 * self.padded_fraction:.1f} %, compiled {self.compilations}"
+            f"padded {100 * self.padded_fraction:.1f} %, computed/useful {self.computed_over_useful:.3f}, "
+            f"compiled {self.compilations}"
         )
 
 

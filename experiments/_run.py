@@ -43,7 +43,9 @@ _CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 # Virtual devices exchange rows by copying memory: slow, but not beside what they compute.
-_CPU_LINKS = Links(flops_per_s=100e9, inside_bytes_per_s=10e9, across_bytes_per_s=10e9, element_bytes=4)
+CPU_LINKS = Links(
+    flops_per_s=100e9, inside_bytes_per_s=10e9, across_bytes_per_s=10e9, element_bytes=4, padded=True
+)
 # Of attention FLOP, published for H100, where nothing was measured.
 _DEFAULT_GAMMA = 0.4
 # Share of a device's memory that they may take; activations need the rest.
@@ -107,7 +109,7 @@ def _devices_of_a_process(mesh: Mesh) -> int | None:
 
 def default_links(*, padded: bool) -> Links:
     """Speeds where none were measured; `padded` as in `Planner`."""
-    return _CPU_LINKS if padded else Links()
+    return CPU_LINKS if padded else Links()
 
 
 def _costs(settings: RunSettings, *, padded: bool) -> tuple[CostModel, Links]:

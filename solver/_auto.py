@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Num
 
 from solver._auto_free import place_freely
+from solver._auto_relabel import relabel
 from solver._bags import BagSpec
 from solver._plan import BalancePlan, BalanceProblem, total_of
 from solver._step_time import Links
@@ -36,7 +37,10 @@ def auto_plan(
     mean_tokens, mean_attention = _means(problem)
     most_tokens = math.ceil(mean_tokens)
     load, step = (float(problem.cost.linear(x)) + mean_attention for x in (mean_tokens, most_tokens))
-    free = best = place_freely(problem, (load, step))
+    free = place_freely(problem, (load, step))
+    if links.padded:
+        free = relabel(problem, free)
+    best = free
     best_s = links.step_seconds(free).exposed if _rows_fit(free, max_rows) else math.inf
     for spec, bound_s in _alternatives(problem, links):
         if bound_s < best_s * (1 - _CLEARLY):

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from solver._check import number
 from solver._cost import CostModel
+from solver._padded_rows import padded_rows, rows_between
 from solver._plan import BalancePlan
 
 # A step is a forward and a backward pass: compute counts three times, and what attention exchanges (queries, keys and
@@ -45,6 +46,8 @@ class Links:
         flops_per_s: of one device; used where the cost model counts in FLOP.
         inside_bytes_per_s, across_bytes_per_s: that one device sends inside its machine, and to other machines.
         element_bytes: of an element of q, k, v and o.
+        padded: whether exchanges are padded (`solver.ExchangeTables` defines their rounds), as on CPUs: a device then
+            sends in every round what the busiest pair does. Free placement puts such pairs into one round.
 
     Raises:
         TypeError: for a speed that is no number.
@@ -55,6 +58,7 @@ class Links:
     inside_bytes_per_s: float = 450e9
     across_bytes_per_s: float = 50e9
     element_bytes: int = 2
+    padded: bool = False
 
     def __post_init__(self) -> None:
         advice = "Give what the machine does."
@@ -68,10 +72,13 @@ class Links:
         across = plan.rows_across_machines
         sent_s = (plan.rows_sent - across) * self.row_seconds(plan.cost.width / plan.num_heads)
         sent_s = sent_s + across * self.row_seconds(plan.cost.width / plan.num_heads, across=True)
+        traffic_s = float(sent_s.max())
+        if self.padded and plan.rows_sent.any():
+            traffic_s *= padded_rows(rows_between(plan)) / int(plan.rows_sent.max())
         # Text and image tokens are arrays of their own, each padded to its most.
         tokens = int(plan.text_tokens.max()) + int((plan.tokens - plan.text_tokens).max())
         compute_s = self.compute_seconds(plan.cost, tokens, float(plan.attention_work.max()))
-        return StepSeconds(compute_s, float(sent_s.max()))
+        return StepSeconds(compute_s, traffic_s)
 
     def compute_seconds(self, cost: CostModel, tokens: float, attention: float) -> float:
         """Seconds that a device computes for its tokens and its attention, this in the cost model's unit."""

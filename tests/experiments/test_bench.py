@@ -12,7 +12,15 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments._bench_batches import fresh_joint, random_data, random_lengths, recorded_steps, scaled_joint
+from experiments._bench_batches import (
+    fresh_joint,
+    fresh_tails,
+    random_data,
+    random_lengths,
+    recorded_steps,
+    scaled_joint,
+    tail_step,
+)
 from experiments._bench_compilations import Series, measure_growth
 from experiments._bench_report import Times, markdown_table, paragraph, write_section
 from experiments._bench_step import (
@@ -56,6 +64,18 @@ def test_fresh_batches_look_like_the_recorded_ones():
         assert abs(index.lengths.sum() / scaled_joint(0).lengths.sum() - 1) < 0.1
         assert np.all(index.text_lengths <= 12)
     assert not np.array_equal(fresh[0].lengths, fresh[1].lengths)
+
+
+def test_tails_are_the_same_at_every_call_and_clipped():
+    index = tail_step(1)
+    np.testing.assert_array_equal(index.lengths, tail_step(1).lengths)
+    assert index.num_sequences == 64
+    np.testing.assert_array_equal(index.home(8), np.repeat(np.arange(8), 8))
+    lengths = np.concatenate([one.lengths for one in fresh_tails(100)])
+    assert lengths.min() == 2
+    assert lengths.max() == 65_536 // 32
+    assert abs(np.median(lengths) / (2000 / 32) - 1) < 0.05
+    assert tail_step(1, 1).lengths.max() > 32 * (index.lengths.max() - 1)
 
 
 def test_random_rows_have_the_lengths_of_the_index():
@@ -127,6 +147,10 @@ def test_growth_counts_programs_and_padding():
     assert same.grown == []
     assert 0 < same.padded_tokens < 0.1
     assert 0 < same.padded_rows < 0.4
+    assert 1 < same.computed_over_useful < 1.2
+    assert same.rows_max_over_mean >= 1
+    assert same.attention_max_over_mean >= 1
+    assert same.blocks_over_useful > 1
     # A batch four times as long needs a larger program; one that is looked ahead at does not.
     longer = [*indices[:2], scaled_joint(0, 8), *indices[2:]]
     grown = measure_growth(Series("longer", planner, longer, ()), "g8n1", 3, (1, 3))
@@ -170,7 +194,14 @@ def test_program_prints_and_writes_what_it_measures(tmp_path):
     assert "<!-- section solver -->" in text
     assert "`python -m experiments.bench --only solver --quick`" in text
     assert done.stdout.strip() in text
-    assert {"plans", "conditions"} <= set(json.loads(figures.read_text())["solver"])
+    found = json.loads(figures.read_text())["solver"]
+    assert {"plans", "auto", "conditions"} <= set(found)
+    assert [entry["mix"] for entry in found["auto"]] == ["joint", "lowres", "mixres"]
+    for entry in found["auto"]:
+        assert entry["devices"] == 32
+        assert 1 <= entry["static_step_cost"] < 1.02
+        assert min(entry["plan_ms"]["samples"]) > 0
+        assert min(entry["plain_ms"]["samples"]) > 0
 
 
 @pytest.mark.full
@@ -180,6 +211,13 @@ def test_quick_run_measures_everything(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(figures.read_text())
     assert list(found) == ["step", "attention", "solver", "compilations"]
-    assert [row["bags"] for row in found["step"]["variants"]] == ["none", "g8n1"]
+    assert [row["bags"] for row in found["step"]["variants"]] == ["none", "g8n1", "auto"]
+    for rows in found["step"]["auto"].values():
+        assert [row["bags"] for row in rows] == ["none", "g8n1", "auto"]
+        assert rows[-1]["over_auto"] == rows[-1]["predicted"] == rows[-1]["predicted_by_blocks"] == 1
+        for row in rows:
+            assert row["attention_over_useful"] >= row["blocks_over_useful"] >= 1
+            assert row["linear_over_useful"] >= 1
+            assert row["tokens_per_s"] > 0
     assert found["attention"]["largest_difference"] < 1e-5
     assert all(result["programs"] for result in found["compilations"]["results"])

@@ -75,6 +75,8 @@ def test_what_a_run_leaves(straight):
     assert all(np.isfinite(losses(straight)))
     row = rows(straight)[-1]
     assert {"loss", "grad_norm", "learning_rate", "tokens_per_s", "step_s", "padded_fraction"} <= set(row)
+    assert 1 < row["static_cost"] <= row["computed_over_useful"] < 2
+    assert 0 <= row["padded_attention_fraction"] < 1
     # Mixed bags level what the loader's contiguous deal leaves uneven.
     assert 1.0 <= row["load_after"] < 1.2
     assert all(r["load_after"] <= r["load_before"] for r in rows(straight))

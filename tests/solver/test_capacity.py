@@ -177,3 +177,33 @@ def test_growth_is_recorded_for_the_named_size_alone():
     larger = replace(needs_of(6), image=capacity.image + 1)
     grown = capacity.grown(larger)
     assert grown == replace(capacity, image=grown.image)
+
+
+def test_rows_get_the_headroom_that_many_steps_tell():
+    """Half a standard deviation where it is less than a few steps would get, and finer sizes."""
+    needs = [replace(needs_of(6), image=10_000 + 20 * i, text=500 + 100 * (i % 2)) for i in range(12)]
+    few, many = capacity_for(needs[-4:]), capacity_for(needs)
+    assert few.image == bucket(10_220, headroom=1.02, alignment=8)
+    spread = float(np.std([need.image for need in needs]))
+    assert 10_220 + spread / 2 <= many.image <= (10_220 + spread / 2) * 129 / 128 + 8
+    assert many.text == bucket(600, headroom=1.02, alignment=8, an_octave=128)
+    assert many.image_route == few.image_route
+    assert all(many.fits(need) for need in needs)
+
+
+def test_a_capacity_grows_for_several_steps_by_what_they_need():
+    needs = [needs_of(seed, divide=False) for seed in range(20)]
+    capacity = capacity_for(needs[:2])
+    assert capacity_for(needs[:2], at_least=capacity) == capacity
+    grown = capacity_for(needs, at_least=capacity)
+    assert all(grown.fits(need) for need in needs)
+    assert grown.fits(capacity)
+    assert capacity_for(needs[:9], at_least=grown) == grown
+    most = {name: max(sizes(need)[name] for need in needs) for name in sizes(needs[0])}
+    for name, size in sizes(grown).items():
+        assert (size == sizes(capacity)[name]) == (most[name] <= sizes(capacity)[name])
+    divided = capacity_for([needs_of(3)], at_least=grown)
+    assert divided.query_route is not None
+    assert divided.fits(grown)
+    with pytest.raises(ValueError, match="one attention block size"):
+        capacity_for(needs, at_least=capacity_for([needs_of(1, block=32)]))

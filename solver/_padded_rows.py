@@ -1,0 +1,38 @@
+"""What a padded exchange makes of a plan's rows: every round sends as many as its busiest pair of devices."""
+
+import numpy as np
+from jaxtyping import Int
+
+from solver._plan import BalancePlan
+from solver._routes import round_of_pair
+
+
+def rows_between(plan: BalancePlan) -> Int[np.ndarray, "devices devices"]:
+    """(token, head) rows that each device sends to each other one before attention."""
+    shape = len(plan.lengths), plan.num_devices
+    tokens = np.zeros(shape, np.int64)
+    sequence, start, stop, device = np.asarray(plan.token_slices, np.int64).T
+    np.add.at(tokens, (sequence, device), stop - start)
+    sequence, first, last, _, _, device = np.asarray(plan.head_slices, np.int64).T
+    # Parts of a divided head need its keys once.
+    present = np.zeros((*shape, plan.num_heads + 1), np.int64)
+    np.add.at(present, (sequence, device, first), 1)
+    np.add.at(present, (sequence, device, last), -1)
+    heads = (np.cumsum(present, -1) > 0).sum(-1)
+    rows = tokens.T @ heads
+    np.fill_diagonal(rows, 0)
+    return rows
+
+
+def padded_rows(rows: Int[np.ndarray, "devices devices"]) -> int:
+    """Rows that every device sends in a padded exchange."""
+    return int(rows_of_rounds(rows, round_of_pair(len(rows))).sum())
+
+
+def rows_of_rounds(
+    rows: Int[np.ndarray, "devices devices"], round_of: Int[np.ndarray, "devices devices"]
+) -> Int[np.ndarray, " devices"]:
+    """Rows of the busiest pair in each round; round 0 is a device itself."""
+    most = np.zeros(len(rows), np.int64)
+    np.maximum.at(most, round_of, rows)
+    return most

@@ -1,0 +1,85 @@
+"""Devices exchanged within machines where exchanges are padded: same balance, fewer rows in the busiest pairs."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from solver import BalanceProblem, Links, StepLayout, Topology, balance, step_needs, validate_plan
+from solver._auto_relabel import relabel
+from solver._padded_rows import padded_rows, rows_between
+from tests.oracles import COST, random_plan, random_step
+
+PADDED = Links(flops_per_s=1e9, inside_bytes_per_s=1e9, across_bytes_per_s=1e9, padded=True)
+
+
+def problem_of(plan):
+    return BalanceProblem(
+        plan.lengths, plan.text_lengths, plan.home, plan.num_heads, plan.topology, plan.cost
+    )
+
+
+def free_plan(rng, topology, *, links=None):
+    lengths = rng.lognormal(5, 1.2, 4 * topology.num_devices).astype(int) + 1
+    home = np.arange(len(lengths)) % topology.num_devices
+    return balance(
+        lengths,
+        home,
+        num_devices=topology.num_devices,
+        bags="auto",
+        num_heads=6,
+        cost=COST,
+        topology=topology,
+        **({} if links is None else {"links": links}),
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_between_devices_are_those_the_plan_counts(seed):
+    rng = np.random.default_rng(seed)
+    step = random_step(rng, num_devices=4, num_heads=3, num_sequences=6, max_length=60)
+    plan = random_plan(rng, step, divide=True)
+    rows = rows_between(plan)
+    np.testing.assert_array_equal(rows.sum(1), plan.rows_sent)
+    assert not rows.diagonal().any()
+    whole = random_plan(rng, step, divide=False)
+    layout = StepLayout(whole, 16)
+    np.testing.assert_array_equal(rows_between(whole), layout.key_route.sent())
+    assert padded_rows(rows_between(whole)) == sum(step_needs(layout).key_route.rounds)
+
+
+@pytest.mark.parametrize("topology", [Topology(1, 8), Topology(2, 4), Topology(1, 6), Topology(4, 1)])
+def test_relabelled_plans_are_as_balanced_and_pad_no_more(topology):
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        plan = free_plan(rng, topology)
+        found = relabel(problem_of(plan), plan)
+        validate_plan(found)
+        assert padded_rows(rows_between(found)) <= padded_rows(rows_between(plan))
+        for name in ("tokens", "attention_work", "rows", "rows_sent", "rows_across_machines"):
+            mine, before = (getattr(x, name).reshape(-1, topology.devices_per_machine) for x in (found, plan))
+            np.testing.assert_array_equal(np.sort(mine, 1), np.sort(before, 1))
+        assert found.static_step_cost == plan.static_step_cost
+
+
+def test_one_pair_that_sends_is_in_one_round():
+    """Two long sequences, each on two devices: wherever they lie, they can exchange at the same time."""
+    for order in itertools.islice(itertools.permutations(range(4)), 0, 24, 5):
+        lengths, home = [400, 400, 9, 9], np.array(order)
+        plan = balance(lengths, home, num_devices=4, bags="auto", num_heads=2, cost=COST, links=PADDED)
+        pairs = np.argwhere(rows_between(plan) > 50)
+        assert len(pairs)
+        assert len({int(a) ^ int(b) for a, b in pairs}) == 1
+
+
+def test_traffic_is_the_padded_rows_where_exchanges_are_padded():
+    plan = free_plan(np.random.default_rng(1), Topology(1, 8))
+    exact = Links(flops_per_s=1e9, inside_bytes_per_s=1e9, across_bytes_per_s=1e9)
+    ratio = padded_rows(rows_between(plan)) / plan.rows_sent.max()
+    assert ratio > 1
+    exact_s, padded_s = exact.step_seconds(plan), PADDED.step_seconds(plan)
+    assert padded_s.compute == exact_s.compute
+    assert padded_s.traffic == pytest.approx(ratio * exact_s.traffic)
+    # Equal bags of all devices pad nothing.
+    even = balance([160] * 8, range(8), num_devices=8, bags="g8n1", num_heads=8, cost=COST)
+    assert PADDED.step_seconds(even) == exact.step_seconds(even)
