@@ -8,14 +8,16 @@ unevenly are plans, not programs: one executable runs them all.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, no_type_check, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from parallel._exchange import AxisName, Route, RouteSizes, exchange, expand_route, placed_rows, run_rows
+from parallel._exchange import exchange, exchange_together
 from parallel._packed_attention import PackedKernel, PackedSegments, packed_attention
+from parallel._routes import AxisName, Route, RouteSizes, expand_beside, expand_route, placed_rows, run_rows
 
 
 @runtime_checkable
@@ -121,16 +123,9 @@ def expand_attention(tables: Any, sizes: AttentionSizes, *, num_heads: int) -> A
             `expand_route`.
     """
     _check_sizes(tables, sizes, num_heads)
-    rows_in = (sizes.text + sizes.image) * num_heads
-    queries = None
-    if sizes.query_route is not None:
-        queries = expand_route(
-            tables.queries, sizes.query_route, rows_in=rows_in, rows_out=sizes.query_rows, num_heads=num_heads
-        )
+    queries, keys = _expand_routes(tables, sizes)
     return AttentionLayout(
-        keys=expand_route(
-            tables.keys, sizes.key_route, rows_in=rows_in, rows_out=sizes.key_rows, num_heads=num_heads
-        ),
+        keys=keys,
         queries=queries,
         segments=PackedSegments(
             query_ids=_item_ids(tables.query_items, sizes.query_rows),
@@ -138,6 +133,22 @@ def expand_attention(tables: Any, sizes: AttentionSizes, *, num_heads: int) -> A
             key_blocks=tables.key_blocks,
             query_blocks=tables.query_blocks,
         ),
+    )
+
+
+def _expand_routes(tables: Any, sizes: AttentionSizes) -> tuple[Route | None, Route]:
+    """Of queries, if they have one of their own, and of keys."""
+    expand = partial(
+        expand_beside, rows_in=(sizes.text + sizes.image) * sizes.num_heads, num_heads=sizes.num_heads
+    )
+    key_rounds = sizes.key_route.rounds
+    if sizes.query_route is None:
+        return None, expand(tables.keys, sizes.key_route, key_rounds, rows_out=sizes.key_rows)
+    # A row of k and v together is as wide as two of q.
+    together = tuple(q + 2 * kv for q, kv in zip(sizes.query_route.rounds, key_rounds, strict=True))
+    return (
+        expand(tables.queries, sizes.query_route, together, rows_out=sizes.query_rows),
+        expand(tables.keys, sizes.key_route, together, rows_out=sizes.key_rows),
     )
 
 
@@ -180,8 +191,8 @@ def balanced_attention(
 
     Per device: call inside `shard_map` over `axis_name`. Differentiable.
 
-    Communication: q, k and v of the rows whose item runs elsewhere there in one exchange (two if items can be divided),
-    and the output back in one.
+    Communication: q, k and v of the rows whose item runs elsewhere there in one exchange, and the output back in
+    one; as many for the gradient.
 
     Args:
         q, k, v: token-layout rows of this device, [text rows; image rows]; of one shape and dtype.
@@ -211,8 +222,8 @@ def balanced_attention(
         q_rows, k_rows, v_rows = jnp.split(rows, 3, axis=-1)
     else:
         home = layout.queries
-        q_rows = exchange(q_rows, home, axis_name=axis_name)
-        rows = exchange(jnp.concatenate([k_rows, v_rows], -1), layout.keys, axis_name=axis_name)
+        moves = (q_rows, home), (jnp.concatenate([k_rows, v_rows], -1), layout.keys)
+        q_rows, rows = exchange_together(moves, axis_name=axis_name)
         k_rows, v_rows = jnp.split(rows, 2, axis=-1)
     out = packed_attention(q_rows, k_rows, v_rows, layout.segments, scale=scale, kernel=kernel).out
     return exchange(out, home.reversed, axis_name=axis_name).reshape(q.shape)
