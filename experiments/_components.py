@@ -316,6 +316,7 @@ class RunSettings:
     bags: str | None
     gamma: float
     block: int
+    head_groups: int
     shards: int
     remat: str
     micro_batches: int
@@ -347,6 +348,7 @@ def train(
     bags: str | None = None,
     gamma: float = 0.4,
     block: int = 128,
+    head_groups: int = 1,
     shards: int = 1,
     remat: str = "none",
     micro_batches: int = 1,
@@ -379,6 +381,8 @@ def train(
             it was loaded.
         gamma: relative cost of a FLOP of attention, for the planner.
         block: attention block size in rows.
+        head_groups: parts in which attention is computed; of two, exchanges of one run under attention of the other on
+            GPUs.
         shards: devices that share one copy of parameters, optimiser and EMA; 1 replicates them.
         remat: rematerialisation policy; "full" with shards > 1.
         micro_batches: micro-batches per optimiser step (gradient accumulation).

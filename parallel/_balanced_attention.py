@@ -7,12 +7,13 @@ unevenly are plans, not programs: one executable runs them all.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, no_type_check, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from parallel._exchange import exchange, exchange_together
@@ -98,11 +99,13 @@ class AttentionLayout:
         keys: token to attention layout for k and v, and for q as well if `queries` is None.
         queries: the queries' own route in programs that can run items divided by query range.
         segments: which attention rows attend to which.
+        later: the same for the other head groups, if the plan's attention is computed in several.
     """
 
     keys: Route
     queries: Route | None
     segments: PackedSegments
+    later: tuple["AttentionLayout", ...] = ()
 
 
 def expand_attention(tables: Any, sizes: AttentionSizes, *, num_heads: int) -> AttentionLayout:
@@ -122,6 +125,11 @@ def expand_attention(tables: Any, sizes: AttentionSizes, *, num_heads: int) -> A
         ValueError: if the plan is for another number of heads, or the tables were padded for other sizes; and as
             `expand_route`.
     """
+    first, *later = (_expand_group(group, sizes, num_heads) for group in (tables, *tables.later_groups))
+    return replace(first, later=tuple(later))
+
+
+def _expand_group(tables: Any, sizes: AttentionSizes, num_heads: int) -> AttentionLayout:
     _check_sizes(tables, sizes, num_heads)
     queries, keys = _expand_routes(tables, sizes)
     return AttentionLayout(
@@ -192,7 +200,8 @@ def balanced_attention(
     Per device: call inside `shard_map` over `axis_name`. Differentiable.
 
     Communication: q, k and v of the rows whose item runs elsewhere there in one exchange, and the output back in
-    one; as many for the gradient.
+    one; as many for the gradient, and all that for each head group. Of several groups, one's exchanges run under the
+    attention of the others (where the compiler schedules collectives asynchronously).
 
     Args:
         q, k, v: token-layout rows of this device, [text rows; image rows]; of one shape and dtype.
@@ -213,20 +222,48 @@ def balanced_attention(
             f" {q.dtype}{list(q.shape)}, {k.dtype}{list(k.shape)} and {v.dtype}{list(v.shape)}."
             " Repeat heads that are shared, and cast."
         )
-    num_rows, dim = q.shape[0] * q.shape[1], q.shape[2]
-    q_rows, k_rows, v_rows = (x.reshape(num_rows, dim) for x in (q, k, v))
-    if layout.queries is None:
-        home = layout.keys
-        # Joined by hand rather than as three leaves: the three parts are cut apart in attention layout for free.
-        rows = exchange(jnp.concatenate([q_rows, k_rows, v_rows], -1), home, axis_name=axis_name)
-        q_rows, k_rows, v_rows = jnp.split(rows, 3, axis=-1)
-    else:
-        home = layout.queries
-        moves = (q_rows, home), (jnp.concatenate([k_rows, v_rows], -1), layout.keys)
-        q_rows, rows = exchange_together(moves, axis_name=axis_name)
-        k_rows, v_rows = jnp.split(rows, 2, axis=-1)
-    out = packed_attention(q_rows, k_rows, v_rows, layout.segments, scale=scale, kernel=kernel).out
-    return exchange(out, home.reversed, axis_name=axis_name).reshape(q.shape)
+    rows = _Rows(*(x.reshape(-1, x.shape[2]) for x in (q, k, v)))
+    moved = _to_items(rows, layout, axis_name)
+    total: Any = None
+    for group, following in zip((layout, *layout.later), (*layout.later, None), strict=True):
+        # Barriers give the order that hides exchanges: the next group's rows travel under this one's attention, and
+        # this one's outputs under the next one's. Left alone the compiler has all groups travel, and then attend.
+        here, ahead = moved, None
+        if following is not None:
+            here, rows = lax.optimization_barrier((here, rows))
+            ahead = _to_items(rows, following, axis_name)
+        out = packed_attention(*here, group.segments, scale=scale, kernel=kernel).out
+        if ahead is not None:
+            moved, out = lax.optimization_barrier((ahead, out))
+        if total is not None:
+            total, out = lax.optimization_barrier((total, out))
+        out = exchange(out, _home(group).reversed, axis_name=axis_name)
+        # Every row is an output of one group, and zero in the others.
+        total = out if total is None else total + out
+    return total.reshape(q.shape)
+
+
+class _Rows(NamedTuple):
+    """(token, head) rows in one layout."""
+
+    q: Float[Array, "rows d"]
+    k: Float[Array, "rows d"]
+    v: Float[Array, "rows d"]
+
+
+def _home(group: AttentionLayout) -> Route:
+    """The route of queries, on which outputs go back."""
+    return group.keys if group.queries is None else group.queries
+
+
+def _to_items(rows: _Rows, group: AttentionLayout, axis_name: AxisName) -> _Rows:
+    # Joined by hand rather than as leaves: the parts are cut apart in attention layout for free.
+    if group.queries is None:
+        moved = exchange(jnp.concatenate(rows, -1), group.keys, axis_name=axis_name)
+        return _Rows(*jnp.split(moved, 3, axis=-1))
+    moves = (rows.q, group.queries), (jnp.concatenate([rows.k, rows.v], -1), group.keys)
+    q, moved = exchange_together(moves, axis_name=axis_name)
+    return _Rows(q, *jnp.split(moved, 2, axis=-1))
 
 
 def make_balanced_attention(
