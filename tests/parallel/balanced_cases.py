@@ -58,7 +58,7 @@ class Program:
         )
 
     def tables(self, plan):
-        return step_tables(StepLayout(plan, BLOCK), self.capacity)
+        return step_tables(StepLayout(plan, BLOCK, self.capacity.head_groups), self.capacity)
 
 
 def program_for(mesh, plans, num_heads):

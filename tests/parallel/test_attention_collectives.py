@@ -21,9 +21,9 @@ from tests.parallel.exchange_cases import one_axis_mesh, ragged_all_to_all_by_ha
 HEADS = {"whole items": 8, "divided items": 3}
 
 
-def exact_program(plan: Any, *, padded: bool) -> Program:
+def exact_program(plan: Any, *, padded: bool, head_groups: int = 1) -> Program:
     """A program with no slot to spare."""
-    needs = step_needs(StepLayout(plan, BLOCK), padded=padded)
+    needs = step_needs(StepLayout(plan, BLOCK, head_groups), padded=padded)
     return Program(one_axis_mesh(plan.num_devices), needs, plan.num_heads)
 
 
@@ -140,6 +140,19 @@ def test_cuda_moves_the_rows_that_change_device_and_no_more(kind):
         assert mlir.sources(sent) == mlir.sources(received) == peers
         assert mlir.sources(starts) >= peers
         assert mlir.sources(places) >= peers
+
+
+def test_head_groups_have_exchanges_of_their_own():
+    """Each of half the rows, and in an order that lets one group's exchange run under the other's attention."""
+    plan = bag_plans(["g2n4"], 8)[0]
+    one, two = (exact_program(plan, padded=False, head_groups=n) for n in (1, 2))
+    lowered = traced(two, plan).lower(lowering_platforms=("cuda",))
+    found = Lowered(lowered.compiler_ir("stablehlo")).ragged()
+    assert len(found) == 8, "for each group, q, k and v there, outputs back, and the gradients of both"
+    half = one.capacity.key_route.send // 2
+    assert {op.operands[0].type.shape[0] for op in found} == {half}
+    # Between the two groups three orders are fixed, and as many for the gradient.
+    assert lowered.as_text().count("stablehlo.optimization_barrier") == 6
 
 
 @pytest.mark.parametrize(
