@@ -64,6 +64,7 @@ def hand_sum(run: AbstractRun) -> HandSum:
     itemsize = np.dtype(model.dtype).itemsize
     rows = capacity.text + capacity.image
     head_rows = (2 * capacity.key_rows + capacity.query_rows) * (model.width // model.num_heads)
+    head_rows *= min(capacity.head_groups, 2)  # while one group is computed, the next one's rows arrive
     trains = not run.requested.forward_only
     # Forward: sent, received, and both joined with what stays. Backward: float32 gradients besides.
     attention = head_rows * (2 * itemsize + trains * (2 * itemsize + 4))

@@ -117,7 +117,7 @@ def _plans(settings: RunSettings, data: Data, planner: Planner, *, forward_only:
     layout = planner.layout(data.train.step(0))
     layouts = [layout]
     if forward_only:
-        layouts.append(StepLayout(plan_without_text(layout.plan), layout.block))
+        layouts.append(StepLayout(plan_without_text(layout.plan), layout.block, layout.head_groups))
         # One capacity for both plans, as a sampler has it.
         capacity = capacity.grown(planner.needs(layouts[1]))
     tables = [step_tables(each, capacity, list(range(settings.num_devices))) for each in layouts]
@@ -136,9 +136,11 @@ def _plans(settings: RunSettings, data: Data, planner: Planner, *, forward_only:
 
 def _figures(layout: StepLayout, tables: Any, capacity: StepCapacity) -> list[float]:
     """Turns of attention's inner loop, and the parts of its exchanges' room that are sent and sent across machines."""
-    blocks = np.asarray(tables.key_blocks, np.int64)
+    blocks = np.concatenate([group.key_blocks for group in (tables, *tables.later_groups)], 1).astype(
+        np.int64
+    )
     visits = (blocks[..., 1] - blocks[..., 0]).sum(-1).max() / blocks.shape[-2]
-    room, plan = capacity.key_route.send, layout.plan
+    room, plan = capacity.key_route.send * layout.head_groups, layout.plan
     sent = [rows.max() / room if room else 0.0 for rows in (plan.rows_sent, plan.rows_across_machines)]
     return [float(visits), *map(float, sent)]
 

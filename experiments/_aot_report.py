@@ -96,6 +96,7 @@ def build_report(run: AbstractRun, target: Target, compiled: Compiled, hand: Han
             "remat": settings.remat,
             "bags": settings.bags,
             "micro_batches": settings.micro_batches,
+            "head_groups": settings.head_groups,
             "parameters": _num_params(run),
             "tokens": plans.tokens,
             "rows_per_device": plans.capacity.text + plans.capacity.image,

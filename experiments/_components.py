@@ -317,6 +317,7 @@ class RunSettings:
     gamma: float | None
     calibration: str | None
     block: int
+    head_groups: int
     shards: int
     remat: str
     micro_batches: int
@@ -349,6 +350,7 @@ def train(
     gamma: float | None = None,
     calibration: str | None = None,
     block: int = 128,
+    head_groups: int = 1,
     shards: int = 1,
     remat: str = "none",
     micro_batches: int = 1,
@@ -384,6 +386,8 @@ def train(
         calibration: file written by `python -m experiments.calibrate` on the devices of the run, for the planner; what
             it says is used on other devices too, with a warning.
         block: attention block size in rows.
+        head_groups: parts in which attention is computed; of two, exchanges of one run under attention of the other on
+            GPUs.
         shards: devices that share one copy of parameters, optimiser and EMA; 1 replicates them.
         remat: rematerialisation policy; "full" with shards > 1.
         micro_batches: micro-batches per optimiser step (gradient accumulation).

@@ -47,6 +47,7 @@ class Planner:
         topology: machines of the devices; one machine if None.
         links: speeds that `bags="auto"` compares plans by.
         block: attention block size in rows.
+        head_groups: parts in which attention is computed.
         padded: whether the platform needs padded exchanges.
     """
 
@@ -57,11 +58,12 @@ class Planner:
     topology: Topology | None = None
     links: Links = field(default_factory=Links)
     block: int = 128
+    head_groups: int = 1
     padded: bool = True
 
     def layout(self, index: StepIndex) -> StepLayout:
         """The layouts of a micro-batch."""
-        return StepLayout(self.plan(index, self.bags), self.block)
+        return StepLayout(self.plan(index, self.bags), self.block, self.head_groups)
 
     def plan(self, index: StepIndex, bags: BagSpec | str | None) -> BalancePlan:
         """A plan of a micro-batch under the given bags."""

@@ -88,6 +88,11 @@ def make_planner(
         raise UserError(
             f"train.block must be a multiple of 8 in [8, {_LARGEST_BLOCK}]; got block={settings.block}. Try 128."
         )
+    if not 1 <= settings.head_groups <= settings.model.num_heads:
+        raise UserError(
+            f"train.head_groups must be in [1, {settings.model.num_heads}], the model's heads; got"
+            f" head_groups={settings.head_groups}. Take 1 or 2."
+        )
     return Planner(
         num_devices=num_devices,
         num_heads=settings.model.num_heads,
@@ -96,6 +101,7 @@ def make_planner(
         topology=topology,
         links=links,
         block=settings.block,
+        head_groups=settings.head_groups,
         padded=padded,
     )
 
@@ -300,6 +306,7 @@ class Run:
             planner.num_heads,
             bags,
             planner.block,
+            planner.head_groups,
             planner.padded,
             self.settings.micro_batches,
         ]

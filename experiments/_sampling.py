@@ -153,7 +153,7 @@ class PictureSampler:
         index = self._index(requests)
         planner = self._run.planner
         layout = planner.layout(index)
-        without = StepLayout(plan_without_text(layout.plan), layout.block)
+        without = StepLayout(plan_without_text(layout.plan), layout.block, layout.head_groups)
         capacity = self._grow(planner.needs(layout), planner.needs(without))
         inputs = self._inputs(index, requests, capacity, self._tables(capacity, layout, without))
         if capacity not in self._programs:

@@ -10,9 +10,7 @@ from parallel._balanced_attention import balanced_attention as balanced_attentio
 from parallel._balanced_attention import expand_attention as expand_attention
 from parallel._balanced_attention import expand_tokens as expand_tokens
 from parallel._balanced_attention import make_balanced_attention as make_balanced_attention
-from parallel._exchange import Route as Route
 from parallel._exchange import exchange as exchange
-from parallel._exchange import expand_route as expand_route
 from parallel._fsdp import gather_leaf as gather_leaf
 from parallel._fsdp import shard_axis as shard_axis
 from parallel._fsdp import sharded_layer_scan as sharded_layer_scan
@@ -27,6 +25,8 @@ from parallel._packed_segments import PackedKernel as PackedKernel
 from parallel._packed_segments import PackedOutput as PackedOutput
 from parallel._packed_segments import PackedSegments as PackedSegments
 from parallel._pallas_attention import PallasKernel as PallasKernel
+from parallel._routes import Route as Route
+from parallel._routes import expand_route as expand_route
 from parallel._tiles import KernelTiles as KernelTiles
 from parallel._tiles import Tiles as Tiles
 from parallel._uniform_attention import uniform_attention as uniform_attention

@@ -7,15 +7,18 @@ unevenly are plans, not programs: one executable runs them all.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol, no_type_check, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
-from parallel._exchange import AxisName, Route, RouteSizes, exchange, expand_route, placed_rows, run_rows
+from parallel._exchange import exchange, exchange_together
 from parallel._packed_attention import PackedKernel, PackedSegments, packed_attention
+from parallel._routes import AxisName, Route, RouteSizes, expand_beside, expand_route, placed_rows, run_rows
 
 
 @runtime_checkable
@@ -96,11 +99,13 @@ class AttentionLayout:
         keys: token to attention layout for k and v, and for q as well if `queries` is None.
         queries: the queries' own route in programs that can run items divided by query range.
         segments: which attention rows attend to which.
+        later: the same for the other head groups, if the plan's attention is computed in several.
     """
 
     keys: Route
     queries: Route | None
     segments: PackedSegments
+    later: tuple["AttentionLayout", ...] = ()
 
 
 def expand_attention(tables: Any, sizes: AttentionSizes, *, num_heads: int) -> AttentionLayout:
@@ -120,17 +125,15 @@ def expand_attention(tables: Any, sizes: AttentionSizes, *, num_heads: int) -> A
         ValueError: if the plan is for another number of heads, or the tables were padded for other sizes; and as
             `expand_route`.
     """
+    first, *later = (_expand_group(group, sizes, num_heads) for group in (tables, *tables.later_groups))
+    return replace(first, later=tuple(later))
+
+
+def _expand_group(tables: Any, sizes: AttentionSizes, num_heads: int) -> AttentionLayout:
     _check_sizes(tables, sizes, num_heads)
-    rows_in = (sizes.text + sizes.image) * num_heads
-    queries = None
-    if sizes.query_route is not None:
-        queries = expand_route(
-            tables.queries, sizes.query_route, rows_in=rows_in, rows_out=sizes.query_rows, num_heads=num_heads
-        )
+    queries, keys = _expand_routes(tables, sizes)
     return AttentionLayout(
-        keys=expand_route(
-            tables.keys, sizes.key_route, rows_in=rows_in, rows_out=sizes.key_rows, num_heads=num_heads
-        ),
+        keys=keys,
         queries=queries,
         segments=PackedSegments(
             query_ids=_item_ids(tables.query_items, sizes.query_rows),
@@ -138,6 +141,22 @@ def expand_attention(tables: Any, sizes: AttentionSizes, *, num_heads: int) -> A
             key_blocks=tables.key_blocks,
             query_blocks=tables.query_blocks,
         ),
+    )
+
+
+def _expand_routes(tables: Any, sizes: AttentionSizes) -> tuple[Route | None, Route]:
+    """Of queries, if they have one of their own, and of keys."""
+    expand = partial(
+        expand_beside, rows_in=(sizes.text + sizes.image) * sizes.num_heads, num_heads=sizes.num_heads
+    )
+    key_rounds = sizes.key_route.rounds
+    if sizes.query_route is None:
+        return None, expand(tables.keys, sizes.key_route, key_rounds, rows_out=sizes.key_rows)
+    # A row of k and v together is as wide as two of q.
+    together = tuple(q + 2 * kv for q, kv in zip(sizes.query_route.rounds, key_rounds, strict=True))
+    return (
+        expand(tables.queries, sizes.query_route, together, rows_out=sizes.query_rows),
+        expand(tables.keys, sizes.key_route, together, rows_out=sizes.key_rows),
     )
 
 
@@ -180,8 +199,9 @@ def balanced_attention(
 
     Per device: call inside `shard_map` over `axis_name`. Differentiable.
 
-    Communication: q, k and v of the rows whose item runs elsewhere there in one exchange (two if items can be divided),
-    and the output back in one.
+    Communication: q, k and v of the rows whose item runs elsewhere there in one exchange, and the output back in
+    one; as many for the gradient, and all that for each head group. Of several groups, one's exchanges run under the
+    attention of the others (where the compiler schedules collectives asynchronously).
 
     Args:
         q, k, v: token-layout rows of this device, [text rows; image rows]; of one shape and dtype.
@@ -202,20 +222,48 @@ def balanced_attention(
             f" {q.dtype}{list(q.shape)}, {k.dtype}{list(k.shape)} and {v.dtype}{list(v.shape)}."
             " Repeat heads that are shared, and cast."
         )
-    num_rows, dim = q.shape[0] * q.shape[1], q.shape[2]
-    q_rows, k_rows, v_rows = (x.reshape(num_rows, dim) for x in (q, k, v))
-    if layout.queries is None:
-        home = layout.keys
-        # Joined by hand rather than as three leaves: the three parts are cut apart in attention layout for free.
-        rows = exchange(jnp.concatenate([q_rows, k_rows, v_rows], -1), home, axis_name=axis_name)
-        q_rows, k_rows, v_rows = jnp.split(rows, 3, axis=-1)
-    else:
-        home = layout.queries
-        q_rows = exchange(q_rows, home, axis_name=axis_name)
-        rows = exchange(jnp.concatenate([k_rows, v_rows], -1), layout.keys, axis_name=axis_name)
-        k_rows, v_rows = jnp.split(rows, 2, axis=-1)
-    out = packed_attention(q_rows, k_rows, v_rows, layout.segments, scale=scale, kernel=kernel).out
-    return exchange(out, home.reversed, axis_name=axis_name).reshape(q.shape)
+    rows = _Rows(*(x.reshape(-1, x.shape[2]) for x in (q, k, v)))
+    moved = _to_items(rows, layout, axis_name)
+    total: Any = None
+    for group, following in zip((layout, *layout.later), (*layout.later, None), strict=True):
+        # Barriers give the order that hides exchanges: the next group's rows travel under this one's attention, and
+        # this one's outputs under the next one's. Left alone the compiler has all groups travel, and then attend.
+        here, ahead = moved, None
+        if following is not None:
+            here, rows = lax.optimization_barrier((here, rows))
+            ahead = _to_items(rows, following, axis_name)
+        out = packed_attention(*here, group.segments, scale=scale, kernel=kernel).out
+        if ahead is not None:
+            moved, out = lax.optimization_barrier((ahead, out))
+        if total is not None:
+            total, out = lax.optimization_barrier((total, out))
+        out = exchange(out, _home(group).reversed, axis_name=axis_name)
+        # Every row is an output of one group, and zero in the others.
+        total = out if total is None else total + out
+    return total.reshape(q.shape)
+
+
+class _Rows(NamedTuple):
+    """(token, head) rows in one layout."""
+
+    q: Float[Array, "rows d"]
+    k: Float[Array, "rows d"]
+    v: Float[Array, "rows d"]
+
+
+def _home(group: AttentionLayout) -> Route:
+    """The route of queries, on which outputs go back."""
+    return group.keys if group.queries is None else group.queries
+
+
+def _to_items(rows: _Rows, group: AttentionLayout, axis_name: AxisName) -> _Rows:
+    # Joined by hand rather than as leaves: the parts are cut apart in attention layout for free.
+    if group.queries is None:
+        moved = exchange(jnp.concatenate(rows, -1), group.keys, axis_name=axis_name)
+        return _Rows(*jnp.split(moved, 3, axis=-1))
+    moves = (rows.q, group.queries), (jnp.concatenate([rows.k, rows.v], -1), group.keys)
+    q, moved = exchange_together(moves, axis_name=axis_name)
+    return _Rows(q, *jnp.split(moved, 2, axis=-1))
 
 
 def make_balanced_attention(

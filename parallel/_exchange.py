@@ -7,345 +7,141 @@ step; and `exchange` applies it to any array whose leading axis is A's rows:
     A rows --gather--> send buffer --collective--> receive buffer --\\
        \\------------- rows that stay --------------------------------gather--> B rows
 
-Both directions, and the gradients of both, are gathers: the expansion also gives the inverse indices, so
-nothing is ever scattered in floating point. Rows that stay never enter the collective. On CUDA and TPU the
-collective is `jax.lax.ragged_all_to_all`, which moves only the rows that must move. On other platforms it is
-padded: one permute for each round that carries anything, each as large as its busiest pair, or one
-`all_to_all` where that is cheaper. The choice of platform is made when the program is lowered.
+Both directions, and the gradients of both, are gathers: nothing is ever scattered in floating point. Rows that
+stay never enter the collective. On CUDA and TPU the collective is `jax.lax.ragged_all_to_all`, which moves only
+the rows that must move. On other platforms it is padded: one permute for each round that carries anything, each
+as large as its busiest pair, or one `all_to_all` where that is cheaper. The choice of platform is made when the
+program is lowered.
+
+Moves by several routes share a collective (`exchange_together`): their buffers lie one after another, and a
+device sends every peer one piece of each.
 """
 
 import math
-from collections.abc import Hashable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, no_type_check, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-AxisName = Hashable | tuple[Hashable, ...]
+from parallel._routes import AxisName, Route, Side
 
-
-@runtime_checkable
-class RouteSizes(Protocol):
-    """What `expand_route` reads of a capacity (`solver.RouteCapacity` is one): static sizes of a device's buffers, in
-    rows, and of its tables, in runs."""
-
-    @property
-    def send(self) -> int: ...
-    @property
-    def recv(self) -> int: ...
-    @property
-    def rounds(self) -> tuple[int, ...]: ...
-    @property
-    def send_runs(self) -> int: ...
-    @property
-    def recv_runs(self) -> int: ...
-    @property
-    def stay_runs(self) -> int: ...
-    @property
-    def copies(self) -> int: ...
-
-
-@runtime_checkable
-class Tables(Protocol):
-    """What `expand_route` reads of tables (`solver.ExchangeTables` is one), for one device: see there."""
-
-    @property
-    def send_runs(self) -> Any: ...
-    @property
-    def recv_runs(self) -> Any: ...
-    @property
-    def stay_runs(self) -> Any: ...
-    @property
-    def peers(self) -> Any: ...
-
-
-@dataclass(frozen=True)
-class _Padding:
-    """Static form of the padded exchange: how many rows each round moves, and where its slots lie.
-
-    Attributes:
-        num_peers: devices of the exchange.
-        rounds: rows of rounds 1 .. num_peers - 1; empty if the program has no padded exchange.
-    """
-
-    num_peers: int
-    rounds: tuple[int, ...]
-
-    # A permute of its own costs about as much as moving this many rows more in an all_to_all: 125 against 130 us for
-    # 4 KiB a device, and 0.3 ms for 256 KiB, on 8 CPU devices and 2 cores.
-    _ROWS_OF_A_ROUND = 256
-
-    @property
-    def as_all_to_all(self) -> bool:
-        used = [rows for rows in self.rounds if rows]
-        separate = sum(used) + self._ROWS_OF_A_ROUND * (len(used) - 1)
-        return len(used) > 1 and separate > self.num_peers * max(used)
-
-    @property
-    def size(self) -> int:
-        """Slots of the padded buffer."""
-        return self.num_peers * max(self.rounds) if self.as_all_to_all else sum(self.rounds)
-
-    def first_slot(self, round_of_peer: Int[Array, " peers"]) -> Int[Array, " peers"]:
-        """Where each peer's rows start in the padded buffer."""
-        if self.as_all_to_all:
-            return jnp.arange(self.num_peers, dtype=jnp.int32) * max(self.rounds)
-        starts = [0]
-        for rows in self.rounds:
-            starts.append(starts[-1] + rows)
-        # Round 0 is the device itself, which sends nothing.
-        return jnp.asarray([0, *starts[:-1]], jnp.int32)[round_of_peer]
-
-    def send(self, buffer: Array, axis_name: AxisName, *, backward: bool) -> Array:
-        """The padded buffer as the peers receive it; `backward` inverts every round's permutation."""
-        if self.as_all_to_all:
-            parts = buffer.reshape(self.num_peers, -1, *buffer.shape[1:])
-            return lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0).reshape(buffer.shape)
-        received, start = [], 0
-        for r, rows in enumerate(self.rounds, 1):
-            if rows:
-                pairs = self._pairs(-r if backward else r)
-                part = lax.slice_in_dim(buffer, start, start + rows)
-                received.append(lax.ppermute(part, axis_name, pairs))
-                start += rows
-        return jnp.concatenate(received) if received else buffer
-
-    def _pairs(self, r: int) -> list[tuple[int, int]]:
-        n = self.num_peers
-        power_of_two = n & (n - 1) == 0
-        return [(s, s ^ abs(r) if power_of_two else (s + r) % n) for s in range(n)]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-@no_type_check  # JAX rebuilds pytrees with placeholders for leaves
-class _Side:
-    """One end of a route: how its rows enter the buffers, and where its rows come from when moved towards it.
-
-    Indices past the end mean "no row" and read as zero.
-    """
-
-    to_ragged: Int[Array, " buffer"]  # row in each slot of this end's buffer, peers one after another
-    to_padded: Int[Array, " padded"]  # row in each slot of the padded buffer
-    from_ragged: Int[Array, "rows copies"]  # position of each row in [rows that stay; buffer], per copy
-    from_padded: Int[Array, "rows copies"]
-    sizes: Int[Array, " peers"]  # rows that this end sends to each peer
-    there: Int[Array, " peers"]  # where they start in the peer's buffer
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["a", "b"], meta_fields=["padding", "is_reversed"])
-@dataclass(frozen=True)
-@no_type_check  # JAX rebuilds pytrees with placeholders for leaves
-class Route:
-    """Row indices of a move between layouts A and B on one device; made by `expand_route`, used inside `shard_map`.
-
-    `route.reversed` is the move from B to A. A row of A may have several copies in B (keys needed by several parts of
-    a divided item); such a route cannot be reversed.
-    """
-
-    a: _Side
-    b: _Side
-    padding: _Padding
-    is_reversed: bool = False
-
-    @property
-    def copies(self) -> int:
-        """The most copies that a row of A has in B."""
-        return self.a.from_ragged.shape[1]
-
-    @property
-    def reversed(self) -> "Route":
-        """The move from B to A.
-
-        Raises:
-            ValueError: if rows of A have several copies in B, so that no single row of B is the one to move back.
-        """
-        if self.copies != 1:
-            raise ValueError(
-                f"Route.reversed: a route is reversible if each row has one copy; got copies={self.copies}."
-                " Move results back with the route of the queries."
-            )
-        return Route(a=self.b, b=self.a, padding=self.padding, is_reversed=not self.is_reversed)
-
-
-def _positions(rows: Int[Array, " runs"], size: int) -> tuple[Int[Array, " size"], Int[Array, " size"]]:
-    """The run that each of `size` slots belongs to, and the slot's place in it; past the end, (runs, 0)."""
-    stop = jnp.cumsum(rows)
-    start = stop - rows
-    slot = jnp.arange(size, dtype=jnp.int32)
-    # Runs that start at or before a slot, less one: cheaper than a binary search for every slot.
-    started = jnp.cumsum(jnp.zeros(size, jnp.int32).at[start].add(1, mode="drop"))
-    run = jnp.where(slot < stop[-1], started - 1, rows.shape[0])
-    return run, slot - jnp.append(start, 0)[run]
-
-
-def placed_rows(
-    fields: Int[Array, "runs 5"],
-    head: Int[Array, " size"],
-    row: Int[Array, " size"],
-    run: Int[Array, " size"],
-) -> Int[Array, " size"]:
-    """B rows by the placement formula of `solver`: base + (k // per_group) * group + (k % per_group) * stride + row."""
-    base, first, per_group, group, stride = fields[run].T
-    whole, rest = _divmod(first + head, jnp.maximum(per_group, 1))
-    return base + whole * group + rest * stride + row
-
-
-def _divmod(a: Int[Array, " n"], b: Int[Array, " n"]) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
-    """Of numbers that are not negative: `//` and `%` would round towards minus infinity, at several times the cost."""
-    whole = lax.div(a, b)
-    return whole, a - whole * b
-
-
-def run_rows(
-    heads: Int[Array, " runs"], length: Int[Array, " runs"], size: int
-) -> tuple[Int[Array, " size"], Int[Array, " size"], Int[Array, " size"]]:
-    """For each of `size` slots filled by runs of heads x length rows: its run (clipped), head, and row.
-
-    Slots past the end have row -1.
-    """
-    num_runs = heads.shape[0]
-    run, within = _positions(heads * length, size)
-    valid = run < num_runs
-    run = jnp.minimum(run, num_runs - 1)
-    head, row = _divmod(within, jnp.maximum(length, 1)[run])
-    return run, jnp.where(valid, head, 0), jnp.where(valid, row, -1)
-
-
-def expand_route(
-    tables: Tables, sizes: RouteSizes, *, rows_in: int, rows_out: int, num_heads: int = 1
-) -> Route:
-    """Turn one device's run tables into row indices.
-
-    Per device: call inside `shard_map`, once a step; integers only, no communication.
-
-    Args:
-        tables: this device's tables, without a device axis.
-        sizes: static buffer sizes that the tables were padded for.
-        rows_in: rows of layout A on a device (tokens times `num_heads`).
-        rows_out: rows of layout B on a device.
-        num_heads: A rows of one token.
-
-    Returns:
-        The route.
-
-    Raises:
-        ValueError: for tables that still have their device axis, or that were padded for other sizes.
-
-    Example:
-        One device, on which two sequences stay where they are; rows past the end are zero:
-
-        >>> import solver
-        >>> plan = solver.balance([2, 1], [0, 0], num_devices=1, bags=None, num_heads=1)
-        >>> layout = solver.StepLayout(plan, block=8)
-        >>> capacity = solver.capacity_for([solver.step_needs(layout)])
-        >>> tables = jax.tree.map(lambda x: x[0], solver.step_tables(layout, capacity))
-        >>> capacity.home_image, capacity.image
-        (4, 8)
-        >>> route = expand_route(tables.image, capacity.image_route, rows_in=4, rows_out=8)
-        >>> moved = exchange(jnp.array([3.0, 4.0, 5.0, 9.0]), route, axis_name="data")
-        >>> moved.tolist()
-        [3.0, 4.0, 5.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-        >>> exchange(moved, route.reversed, axis_name="data").tolist()
-        [3.0, 4.0, 5.0, 0.0]
-    """
-    _check_tables(tables, sizes)
-    send, recv, stay = (jnp.asarray(t) for t in (tables.send_runs, tables.recv_runs, tables.stay_runs))
-    sent, received, there, back, round_to, round_from = jnp.asarray(tables.peers)
-    padding = _Padding(num_peers=sent.shape[0], rounds=tuple(sizes.rounds))
-
-    def a_rows(runs, run, head, row):
-        return jnp.where(row < 0, rows_in, runs[run, 0] + row * num_heads + head)
-
-    def b_rows(fields, run, head, row):
-        return jnp.where(row < 0, rows_out, placed_rows(fields, head, row, run))
-
-    run, head, row = run_rows(send[:, 1], send[:, 2], sizes.send)
-    leaving = _Slots(a_rows(send, run, head, row), send[run, 3], sent, padding.first_slot(round_to))
-    run, head, row = run_rows(recv[:, 5], recv[:, 6], sizes.recv)
-    arriving_rows = b_rows(recv[:, :5], run, head, row)
-    arriving = _Slots(arriving_rows, jnp.zeros_like(arriving_rows), received, padding.first_slot(round_from))
-    # Every B row that stays has one slot, so rows_out slots are enough whatever the plan.
-    run, head, row = run_rows(stay[:, 1], stay[:, 2], rows_out)
-    stay_a, stay_b, copy = a_rows(stay, run, head, row), b_rows(stay[:, 4:], run, head, row), stay[run, 3]
-
-    def origins(slots: _Slots, near: Array, copy: Array, far: Array, shape: tuple[int, int], far_rows: int):
-        """For ragged and padded buffers: position of each near row in [far rows that stay; buffer]."""
-        stays = jnp.full(shape, jnp.iinfo(jnp.int32).max, jnp.int32).at[near, copy].set(far, mode="drop")
-        at = slots.rows, slots.copy
-        ragged = stays.at[at].set(far_rows + jnp.arange(slots.rows.shape[0], dtype=jnp.int32), mode="drop")
-        return ragged, stays.at[at].set(far_rows + slots.padded(), mode="drop")
-
-    a_from = origins(leaving, stay_a, copy, stay_b, (rows_in, sizes.copies), rows_out)
-    b_from = origins(arriving, stay_b, jnp.zeros_like(copy), stay_a, (rows_out, 1), rows_in)
-
-    def side(slots: _Slots, origin: tuple[Array, Array], there: Array, rows: int) -> _Side:
-        to_padded = jnp.full(padding.size, rows, jnp.int32).at[slots.padded()].set(slots.rows, mode="drop")
-        return _Side(slots.rows, to_padded, *origin, sizes=slots.peer_rows, there=there)
-
-    return Route(
-        a=side(leaving, a_from, there, rows_in), b=side(arriving, b_from, back, rows_out), padding=padding
-    )
-
-
-def _check_tables(tables: Tables, sizes: RouteSizes) -> None:
-    if jnp.ndim(tables.peers) != 2:
-        raise ValueError(
-            f"expand_route: tables of one device; got peers of shape {jnp.shape(tables.peers)}."
-            " Take the device's own inside shard_map: jax.tree.map(lambda x: x[0], tables)."
-        )
-    for name in ("send_runs", "recv_runs", "stay_runs"):
-        have, want = jnp.shape(getattr(tables, name))[0], max(getattr(sizes, name), 1)
-        if have != want:
-            raise ValueError(
-                f"expand_route: tables are padded for the sizes given; got {have} {name} and sizes.{name}={want}."
-                " Make the tables with the capacity of the program (solver.step_tables)."
-            )
-
-
-@dataclass(frozen=True)
-class _Slots:
-    """A buffer's slots, peers one after another: the row in each, its copy, rows per peer, peers' padded starts."""
-
-    rows: Int[Array, " size"]
-    copy: Int[Array, " size"]
-    peer_rows: Int[Array, " peers"]
-    first_padded: Int[Array, " peers"]
-
-    def padded(self) -> Int[Array, " size"]:
-        """Each slot's place in the padded buffer; past its end for unused slots."""
-        peer, within = _positions(self.peer_rows, self.rows.shape[0])
-        past_end = jnp.iinfo(jnp.int32).max // 2
-        return jnp.append(self.first_padded, past_end)[peer] + within
+_Routes = Sequence[Route]
+_Ends = tuple[Side, Side]  # near and far: rows leave one and arrive at the other
 
 
 def _take(x: Array, index: Int[Array, " n"]) -> Array:
     return x.at[index].get(mode="fill", fill_value=0)
 
 
+@dataclass(frozen=True)
+class _Packed:
+    """Buffers of several moves as one: their rows cut to one width, so that one collective carries all.
+
+    Attributes:
+        width: of the common rows, the largest that divides the widths of all.
+        factors: common rows in a row of each buffer.
+        sizes: rows of each buffer.
+    """
+
+    width: int
+    factors: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rows: Sequence[Array], sizes: Iterable[int]) -> "_Packed":
+        width = math.gcd(*(x.shape[1] for x in rows))
+        return cls(width, tuple(x.shape[1] // width for x in rows), tuple(sizes))
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each buffer starts, in common rows, and the sum."""
+        starts = [0]
+        for factor, size in zip(self.factors, self.sizes, strict=True):
+            starts.append(starts[-1] + factor * size)
+        return starts
+
+    def join(self, buffers: Iterable[Array]) -> Array:
+        return _joined([buffer.reshape(-1, self.width) for buffer in buffers])
+
+    def split(self, joined: Array) -> list[Array]:
+        parts = jnp.split(joined, self.starts[1:-1])
+        return [part.reshape(-1, f * self.width) for part, f in zip(parts, self.factors, strict=True)]
+
+
+def _joined(parts: list[Array], axis: int = 0) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
+
+
+def _padded_send(routes: _Routes, axis_name: AxisName, transpose: bool, buffers: list[Array]) -> list[Array]:
+    """The padded buffers as the peers receive them."""
+    paddings = [route.padding for route in routes]
+    if paddings[0].as_all_to_all:
+        num_peers = paddings[0].num_peers
+        packed = _Packed.of(buffers, (max(padding.rounds) for padding in paddings))
+        parts = [buffer.reshape(num_peers, -1, packed.width) for buffer in buffers]
+        received = lax.all_to_all(_joined(parts, 1), axis_name, split_axis=0, concat_axis=0)
+        parts = jnp.split(received, packed.starts[1:-1], axis=1)
+        return [part.reshape(buffer.shape) for part, buffer in zip(parts, buffers, strict=True)]
+    backward = routes[0].is_reversed != transpose
+    starts = [0] * len(buffers)
+    arrived: list[list[Array]] = [[] for _ in buffers]
+    for r, rows in enumerate(zip(*(padding.rounds for padding in paddings), strict=True), 1):
+        if not any(rows):
+            continue
+        packed = _Packed.of(buffers, rows)
+        slices = zip(buffers, starts, rows, strict=True)
+        part = packed.join(lax.slice_in_dim(buffer, start, start + n) for buffer, start, n in slices)
+        part = lax.ppermute(part, axis_name, paddings[0].pairs(-r if backward else r))
+        for found, piece in zip(arrived, packed.split(part), strict=True):
+            found.append(piece)
+        starts = [start + n for start, n in zip(starts, rows, strict=True)]
+    return [_joined(found) if found else buffer for found, buffer in zip(arrived, buffers, strict=True)]
+
+
 def _padded_move(
-    route: Route, axis_name: AxisName, transpose: bool, near: _Side, far: _Side, x: Array
-) -> Array:
-    buffer = _take(x, near.to_padded)
-    received = route.padding.send(buffer, axis_name, backward=route.is_reversed != transpose)
-    return _collect(jnp.concatenate([x, received]), far.from_padded, transpose)
+    routes: _Routes, axis_name: AxisName, transpose: bool, ends: list[_Ends], rows: Sequence[Array]
+) -> list[Array]:
+    buffers = [_take(x, near.to_padded) for x, (near, _) in zip(rows, ends, strict=True)]
+    received = _padded_send(routes, axis_name, transpose, buffers)
+    indices = [far.from_padded for _, far in ends]
+    return [_arrived(*move, transpose) for move in zip(rows, received, indices, strict=True)]
 
 
-def _ragged_move(axis_name: AxisName, transpose: bool, near: _Side, far: _Side, x: Array) -> Array:
+def _ragged_move(
+    axis_name: AxisName, transpose: bool, ends: list[_Ends], rows: Sequence[Array]
+) -> list[Array]:
+    near_buffers = _Packed.of(rows, (near.to_ragged.shape[0] for near, _ in ends))
+    far_buffers = _Packed.of(rows, (far.to_ragged.shape[0] for _, far in ends))
+
+    def of_peers(values: Iterable[Array], packed: _Packed, *, are_places: bool) -> Int[Array, " updates"]:
+        """Of every peer one value for each buffer, in common rows."""
+        scaled = [v * factor for v, factor in zip(values, packed.factors, strict=True)]
+        if are_places:
+            scaled = [v + start for v, start in zip(scaled, packed.starts, strict=False)]
+        return jnp.stack(scaled, -1).reshape(-1)
+
     received = lax.ragged_all_to_all(
-        _take(x, near.to_ragged),
-        jnp.zeros((far.to_ragged.shape[0], *x.shape[1:]), x.dtype),
-        jnp.cumsum(near.sizes) - near.sizes,
-        near.sizes,
-        near.there,
-        far.sizes,
+        near_buffers.join(_take(x, near.to_ragged) for x, (near, _) in zip(rows, ends, strict=True)),
+        jnp.zeros((far_buffers.starts[-1], far_buffers.width), rows[0].dtype),
+        of_peers((jnp.cumsum(near.sizes) - near.sizes for near, _ in ends), near_buffers, are_places=True),
+        of_peers((near.sizes for near, _ in ends), near_buffers, are_places=False),
+        of_peers((near.there for near, _ in ends), far_buffers, are_places=True),
+        of_peers((far.sizes for _, far in ends), far_buffers, are_places=False),
         axis_name=axis_name,
     )
-    return _collect(jnp.concatenate([x, received]), far.from_ragged, transpose)
+    indices = [far.from_ragged for _, far in ends]
+    return [
+        _arrived(*move, transpose) for move in zip(rows, far_buffers.split(received), indices, strict=True)
+    ]
+
+
+def _arrived(stayed: Array, received: Array, index: Int[Array, "rows copies"], transpose: bool) -> Array:
+    return _collect(jnp.concatenate([stayed, received]), index, transpose)
 
 
 def _collect(pool: Array, index: Int[Array, "rows copies"], total: bool) -> Array:
@@ -360,32 +156,40 @@ def _collect(pool: Array, index: Int[Array, "rows copies"], total: bool) -> Arra
     return sum(copies, _take(pool, index[:, 0]).astype(wide)).astype(pool.dtype)
 
 
-def _move(route: Route, axis_name: AxisName, x: Array, *, transpose: bool) -> Array:
-    """Rows of the far layout; transposed, rows of the near one, copies of a row added up."""
-    near, far = (route.b, route.a) if transpose else (route.a, route.b)
-    rows_out = far.from_ragged.shape[0]
-    if not x.shape[0] or not rows_out:  # a stream that no step of the program has
-        return jnp.zeros((rows_out, *x.shape[1:]), x.dtype)
-    if route.padding.num_peers == 1:
-        return _collect(x, far.from_ragged, transpose)
+def _move(axis_name: AxisName, routes: _Routes, rows: Sequence[Array], *, transpose: bool) -> list[Array]:
+    """Rows of the far layouts; transposed, rows of the near ones, copies of a row added up."""
+    ends = [(route.b, route.a) if transpose else (route.a, route.b) for route in routes]
+    num_far = [far.from_ragged.shape[0] for _, far in ends]
+    # A stream that no step of the program has does not travel.
+    travel = [i for i, x in enumerate(rows) if x.size and num_far[i]]
+    out = [jnp.zeros((n, x.shape[1]), x.dtype) for n, x in zip(num_far, rows, strict=True)]
+    if not travel:
+        return out
+    routes, ends, rows = [routes[i] for i in travel], [ends[i] for i in travel], [rows[i] for i in travel]
     ragged = partial(_ragged_move, axis_name, transpose)
-    if not route.padding.rounds:
-        return ragged(near, far, x)
-    padded = partial(_padded_move, route, axis_name, transpose)
-    return lax.platform_dependent(near, far, x, cuda=ragged, rocm=ragged, tpu=ragged, default=padded)
+    if routes[0].padding.num_peers == 1:
+        moved = [_collect(x, far.from_ragged, transpose) for x, (_, far) in zip(rows, ends, strict=True)]
+    elif not routes[0].padding.rounds:
+        moved = ragged(ends, rows)
+    else:
+        padded = partial(_padded_move, routes, axis_name, transpose)
+        moved = lax.platform_dependent(ends, rows, cuda=ragged, rocm=ragged, tpu=ragged, default=padded)
+    for i, x in zip(travel, moved, strict=True):
+        out[i] = x
+    return out
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _exchange_rows(axis_name: AxisName, route: Route, x: Array) -> Array:
-    return _move(route, axis_name, x, transpose=False)
+def _exchange_rows(axis_name: AxisName, routes: _Routes, rows: Sequence[Array]) -> list[Array]:
+    return _move(axis_name, routes, rows, transpose=False)
 
 
-def _exchange_fwd(axis_name, route, x):
-    return _exchange_rows(axis_name, route, x), route
+def _exchange_fwd(axis_name, routes, rows):
+    return _exchange_rows(axis_name, routes, rows), routes
 
 
-def _exchange_bwd(axis_name, route, cotangent):
-    return None, _move(route, axis_name, cotangent, transpose=True)
+def _exchange_bwd(axis_name, routes, cotangents):
+    return None, _move(axis_name, routes, cotangents, transpose=True)
 
 
 _exchange_rows.defvjp(_exchange_fwd, _exchange_bwd)
@@ -398,6 +202,17 @@ def _check_devices(route: Route, axis_name: AxisName) -> None:
         raise ValueError(
             f"exchange: the plan's devices are those of axis_name; got a plan for {num_peers} devices and"
             f" axis_name={axis_name!r} of {lax.axis_size(axis_name)}. Plan with num_devices of the mesh."
+        )
+
+
+def _check_together(routes: _Routes, axis_name: AxisName) -> None:
+    for route in routes:
+        _check_devices(route, axis_name)
+    form = {(route.is_reversed, len(r.rounds), r.as_all_to_all) for route in routes for r in [route.padding]}
+    if len(form) > 1:
+        raise ValueError(
+            "exchange_together: routes of one direction, padded alike, share a collective; got (is_reversed, rounds,"
+            f" as_all_to_all) of {sorted(form)}. Make them with expand_beside, of one capacity."
         )
 
 
@@ -422,27 +237,60 @@ def exchange(rows: Any, route: Route, *, axis_name: AxisName) -> Any:
         ValueError: if a leaf's leading axis is not A's row count, or the route was made for another number of devices
             than `axis_name` has.
     """
-    _check_devices(route, axis_name)
-    leaves, tree = jax.tree.flatten(rows)
+    return exchange_together([(rows, route)], axis_name=axis_name)[0]
+
+
+def exchange_together(moves: Sequence[tuple[Any, Route]], *, axis_name: AxisName) -> list[Any]:
+    """Several exchanges that share their collectives: one per dtype, also in the gradient.
+
+    Per device, and all else, as `exchange`; a row of the common buffer is as wide as the largest number that divides
+    the widths of all. Routes are of one direction and one step, made with `expand_beside`.
+
+    Args:
+        moves: rows and route of each.
+        axis_name: mesh axis, or tuple of axes, over which the routes were made.
+
+    Returns:
+        The rows of each in its route's layout B.
+
+    Raises:
+        ValueError: as `exchange`; or if the routes cannot share a collective: of other directions, or padded otherwise.
+    """
+    _check_together([route for _, route in moves], axis_name)
+    parts = [_by_dtype(rows, route) for rows, route in moves]
+    moved: list[dict[Any, Array]] = [{} for _ in moves]
+    for dtype in dict.fromkeys(dtype for part in parts for dtype in part):
+        having = [i for i, part in enumerate(parts) if dtype in part]
+        routes, rows = [moves[i][1] for i in having], [_joined(parts[i][dtype], 1) for i in having]
+        # Integers have no cotangent to move back.
+        move = _exchange_rows if jnp.issubdtype(dtype, jnp.inexact) else partial(_move, transpose=False)
+        for i, x in zip(having, move(axis_name, routes, rows), strict=True):
+            moved[i][dtype] = x
+    return [_unjoined(rows, found) for (rows, _), found in zip(moves, moved, strict=True)]
+
+
+def _by_dtype(rows: Any, route: Route) -> dict[Any, list[Array]]:
+    """The leaves of each dtype, as matrices."""
     rows_in = route.a.from_ragged.shape[0]
-    for leaf in leaves:
+    found: dict[Any, list[Array]] = {}
+    for leaf in jax.tree.leaves(rows):
         if leaf.ndim < 1 or leaf.shape[0] != rows_in:
             raise ValueError(
                 f"exchange: every leaf has the route's rows as its leading axis; got shape={leaf.shape},"
                 f" rows={rows_in}. Expand the route for these rows (expand_route, rows_in)."
             )
-    groups: dict[Any, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        groups.setdefault(leaf.dtype, []).append(i)
-    out: list[Any] = [None] * len(leaves)
-    for members in groups.values():
-        flat = [leaves[i].reshape(rows_in, math.prod(leaves[i].shape[1:])) for i in members]
-        joined = jnp.concatenate(flat, axis=1) if len(flat) > 1 else flat[0]
-        if jnp.issubdtype(joined.dtype, jnp.inexact):
-            moved = _exchange_rows(axis_name, route, joined)
-        else:  # integers have no cotangent to move back
-            moved = _move(route, axis_name, joined, transpose=False)
-        edges = [sum(f.shape[1] for f in flat[:k]) for k in range(1, len(flat))]
-        for i, part in zip(members, jnp.split(moved, edges, axis=1), strict=True):
-            out[i] = part.reshape(part.shape[0], *leaves[i].shape[1:])
+        found.setdefault(leaf.dtype, []).append(leaf.reshape(rows_in, math.prod(leaf.shape[1:])))
+    return found
+
+
+def _unjoined(rows: Any, found: dict[Any, Array]) -> Any:
+    """`rows` with the values that lie side by side in `found`."""
+    leaves, tree = jax.tree.flatten(rows)
+    start = dict.fromkeys(found, 0)
+    out = []
+    for leaf in leaves:
+        first, width = start[leaf.dtype], math.prod(leaf.shape[1:])
+        part = lax.slice_in_dim(found[leaf.dtype], first, first + width, axis=1)
+        out.append(part.reshape(part.shape[0], *leaf.shape[1:]))
+        start[leaf.dtype] += width
     return jax.tree.unflatten(tree, out)

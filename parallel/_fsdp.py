@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from parallel._exchange import AxisName
+from parallel._routes import AxisName
 
 # A leaf below this many elements (per layer) is cheaper to replicate than to gather.
 _REPLICATE_BELOW = 1024

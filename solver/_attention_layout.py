@@ -100,6 +100,37 @@ def place_rows(
     )
 
 
+def split_heads(
+    slices: NDArray[np.int64], work: NDArray[np.int64], num_groups: int
+) -> list[NDArray[np.int64]]:
+    """Cut head slices into groups, so that every device has about as much of each slice, and of work, in every group.
+
+    Heads that do not divide go to the groups there and back, those of the most work first.
+
+    Args:
+        slices: (n, 6) rows of `BalancePlan.head_slices`.
+        work: (n,) attention work of one head of each.
+        num_groups: groups to make.
+
+    Returns:
+        The slices of each group, in the order given; together they have the heads of `slices`, each once.
+    """
+    heads, device = slices[:, 2] - slices[:, 1], slices[:, 5]
+    counts = np.repeat((heads // num_groups)[:, None], num_groups, axis=1)
+    order = np.lexsort((-work, device))
+    owner = np.repeat(order, heads[order] % num_groups)
+    number = np.arange(len(owner)) - np.searchsorted(device[owner], device[owner])
+    place = number % (2 * num_groups)
+    np.add.at(counts, (owner, np.minimum(place, 2 * num_groups - 1 - place)), 1)
+    stop = slices[:, 1:2] + np.cumsum(counts, axis=1)
+    groups = []
+    for g in range(num_groups):
+        one = slices.copy()
+        one[:, 1], one[:, 2] = stop[:, g] - counts[:, g], stop[:, g]
+        groups.append(one[counts[:, g] > 0])
+    return groups
+
+
 def copy_numbers(
     sequence: NDArray[np.int64], head_start: NDArray[np.int64], head_stop: NDArray[np.int64]
 ) -> NDArray[np.int64]:

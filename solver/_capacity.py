@@ -9,6 +9,7 @@ nothing (tables of runs, exchange buffers of rows that are never touched) and sp
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, TypeVar
 
 import numpy as np
@@ -55,11 +56,13 @@ class StepCapacity:
         device_sequences: sequences of which a device holds tokens in token layout.
         home_text, home_image: tokens in home layout.
         text, image: tokens in token layout.
-        query_rows, key_rows: rows in attention layout, multiples of the block.
+        query_rows, key_rows: rows in attention layout, multiples of the block; as all that follows of the largest head
+            group.
         items: head slices.
         text_route, image_route: home to token layout.
         key_route: token to attention layout; moves q, k and v unless `query_route` exists.
         query_route: the queries' and outputs' own route, in programs that can run divided items.
+        head_groups: parts in which attention is computed.
     """
 
     num_devices: int
@@ -78,6 +81,7 @@ class StepCapacity:
     image_route: RouteCapacity
     key_route: RouteCapacity
     query_route: RouteCapacity | None
+    head_groups: int = 1
 
     def fits(self, needs: "StepCapacity") -> bool:
         """Whether a step with these needs runs in a program of this capacity.
@@ -116,7 +120,7 @@ _SPARING = ("text", "image", "query_rows", "key_rows")
 _ENOUGH_TO_TELL = 8
 _SPREAD_HEADROOM = 0.5
 # What a program has one of; everything else grows.
-_FIXED = ("num_devices", "num_heads", "block")
+_FIXED = ("num_devices", "num_heads", "block", "head_groups")
 _STREAMS = ("home_text", "home_image", "text", "image")
 _ALIGNMENT = {"text": TOKEN_ALIGNMENT, "image": TOKEN_ALIGNMENT}
 
@@ -194,6 +198,7 @@ def check_same_program(caller: str, a: StepCapacity, b: StepCapacity) -> None:
         ("num_devices", "are for as many devices", "A plan for other devices needs a capacity of its own."),
         ("num_heads", "have one number of heads", "Balance all steps with the model's heads."),
         ("block", "have one attention block size", "Make both layouts with the same block."),
+        ("head_groups", "have as many head groups", "Make both layouts with the same head_groups."),
     ):
         have, want = getattr(a, name), getattr(b, name)
         if have != want:
@@ -291,6 +296,15 @@ def route_needs(route: Route, *, padded: bool) -> RouteCapacity:
     )
 
 
+def _largest(a: RouteCapacity, b: RouteCapacity) -> RouteCapacity:
+    """Sizes that hold both, without headroom."""
+    sizes: dict[str, Any] = {}
+    for field in dataclasses.fields(a):
+        x, y = getattr(a, field.name), getattr(b, field.name)
+        sizes[field.name] = tuple(map(max, x, y)) if isinstance(x, tuple) else max(x, y)
+    return RouteCapacity(**sizes)
+
+
 def rows_by_device(layout: StepLayout) -> dict[str, NDArray[np.int64]]:
     """For each size that is a device's own: what every device needs."""
     num_devices = layout.plan.num_devices
@@ -307,9 +321,20 @@ def rows_by_device(layout: StepLayout) -> dict[str, NDArray[np.int64]]:
         "home_image": tokens(layout.home_image),
         "text": tokens(layout.text),
         "image": tokens(layout.image),
-        "query_rows": layout.query_placement.rows_per_device,
-        "key_rows": layout.key_placement.rows_per_device,
-        "items": count(layout.plan.head_slices[:, 5]),
+        **{
+            name: np.max([sizes[name] for sizes in map(_attention_rows, layout.groups)], axis=0)
+            for name in ("query_rows", "key_rows", "items")
+        },
+    }
+
+
+def _attention_rows(group: StepLayout) -> dict[str, NDArray[np.int64]]:
+    """What every device needs for the attention of one head group."""
+    device, _ = group.item_table(keys=True)
+    return {
+        "query_rows": group.query_placement.rows_per_device,
+        "key_rows": group.key_placement.rows_per_device,
+        "items": np.bincount(device, minlength=group.plan.num_devices),
     }
 
 
@@ -334,6 +359,7 @@ def step_needs(layout: StepLayout, *, padded: bool = True) -> StepCapacity:
             f"step_needs: a device has at most {INT32_MAX} (token, head) rows; got {most}."
             " Use more devices, or shorter sequences."
         )
+    key_route, query_route = _attention_routes(layout, padded=padded)
     return StepCapacity(
         num_devices=layout.plan.num_devices,
         num_heads=num_heads,
@@ -342,6 +368,15 @@ def step_needs(layout: StepLayout, *, padded: bool = True) -> StepCapacity:
         **largest,
         text_route=route_needs(layout.text_route, padded=padded),
         image_route=route_needs(layout.image_route, padded=padded),
-        key_route=route_needs(layout.key_route, padded=padded),
-        query_route=route_needs(layout.query_route, padded=padded) if layout.splits_items else None,
+        key_route=key_route,
+        query_route=query_route,
+        head_groups=layout.head_groups,
     )
+
+
+def _attention_routes(layout: StepLayout, *, padded: bool) -> tuple[RouteCapacity, RouteCapacity | None]:
+    """Needs of the keys' routes of all head groups, and of the queries' if any group divides items."""
+    divided = any(group.splits_items for group in layout.groups)
+    keys = [route_needs(group.key_route, padded=padded) for group in layout.groups]
+    queries = [route_needs(group.query_route, padded=padded) for group in layout.groups if divided]
+    return reduce(_largest, keys), reduce(_largest, queries) if queries else None

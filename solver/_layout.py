@@ -1,12 +1,12 @@
 """The layouts of one step, and the routes between them, made from a plan."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from solver._attention_layout import ROUND, Placement, block_ranges, copy_numbers, place_rows
+from solver._attention_layout import ROUND, Placement, block_ranges, copy_numbers, place_rows, split_heads
 from solver._check import instance, integer
 from solver._plan import BalancePlan
 from solver._routes import HeadItems, Intervals, Route, head_route, pack_intervals, token_route
@@ -24,14 +24,16 @@ class StepLayout:
     Attributes:
         plan: the plan.
         block: attention block size in rows.
+        head_groups: parts in which every device computes its attention, so that one part's rows can travel while
+            another is computed; `groups` has their layouts.
 
     The derived fields are computed once, on first use. Text and image streams are separate in home and token layout;
     the attention layout has one region of rows for queries and one for keys, the same one unless the plan splits
     items by query range (`splits_items`).
 
     Raises:
-        TypeError: a plan of another type, a block that is no integer.
-        ValueError: a block below 8, above 32,768 or no multiple of 8.
+        TypeError: a plan of another type, a block or a number of groups that is no integer.
+        ValueError: a block below 8, above 32,768 or no multiple of 8; no group or more than heads.
 
     Example:
         >>> from solver import balance
@@ -45,6 +47,7 @@ class StepLayout:
 
     plan: BalancePlan
     block: int
+    head_groups: int = 1
 
     def __post_init__(self) -> None:
         advice = f"Rows are placed in blocks of a multiple of {ROUND}; try 128."
@@ -56,6 +59,26 @@ class StepLayout:
                 f" Use {-(-block // ROUND) * ROUND}."
             )
         object.__setattr__(self, "block", block)
+        advice = "One computes all attention at once; two let exchanges run under attention."
+        most = self.plan.num_heads
+        groups = integer("StepLayout", "head_groups", self.head_groups, least=1, most=most, advice=advice)
+        object.__setattr__(self, "head_groups", groups)
+
+    @cached_property
+    def groups(self) -> "tuple[StepLayout, ...]":
+        """For each head group a layout of its attention items alone; itself if there is one group.
+
+        A group has half (a third, ...) of the heads of every slice, so about as much of every device's work and of what
+        each device sends each other.
+        """
+        if self.head_groups == 1:
+            return (self,)
+        slices = self._head_slices
+        work = (slices[:, 4] - slices[:, 3]) * np.asarray(self.plan.lengths, np.int64)[slices[:, 0]]
+        return tuple(
+            _GroupLayout(self.plan, self.block, whole=self, slices=group)
+            for group in split_heads(slices, work, self.head_groups)
+        )
 
     @cached_property
     def text_lengths(self) -> Int:
@@ -206,3 +229,23 @@ class StepLayout:
         fields = items.placement.fields(np.arange(len(items.device)))
         shape = np.stack([items.head_stop - items.head_start, items.stop - items.start], -1)
         return items.device, np.concatenate([fields, shape], -1)
+
+
+@dataclass(frozen=True)
+class _GroupLayout(StepLayout):
+    """The layout of some of a step's head slices; tokens lie as in the whole."""
+
+    whole: StepLayout = field(kw_only=True)
+    slices: Int = field(kw_only=True)
+
+    @cached_property
+    def _head_slices(self) -> Int:
+        return self.slices
+
+    @property
+    def text(self) -> Intervals:
+        return self.whole.text
+
+    @property
+    def image(self) -> Intervals:
+        return self.whole.image

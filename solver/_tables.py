@@ -44,18 +44,34 @@ class ExchangeTables(NamedTuple):
     peers: Int32
 
 
-class StepTables(NamedTuple):
-    """All tables of a step; arrays with leading axis the listed devices.
+class AttentionTables(NamedTuple):
+    """Tables of one head group's attention; arrays with leading axis the listed devices.
 
     Attributes:
-        text, image: home to token layout.
         keys: token to attention layout, for q, k and v, or for k and v if `queries` is given.
         queries: token to attention layout for queries (and back for outputs) when items may be divided.
         key_items, query_items: (devices, items, 7) base, first, per_group, group, stride, heads, rows of each item.
         key_blocks: (devices, query_rows // block, 2) key blocks that each query block needs, half open.
         query_blocks: (devices, key_rows // block, 2) query blocks that need each key block, half open.
+    """
+
+    keys: ExchangeTables
+    queries: ExchangeTables | None
+    key_items: Int32
+    query_items: Int32
+    key_blocks: Int32
+    query_blocks: Int32
+
+
+class StepTables(NamedTuple):
+    """All tables of a step; arrays with leading axis the listed devices.
+
+    Attributes:
+        text, image: home to token layout.
+        keys, queries, key_items, query_items, key_blocks, query_blocks: `AttentionTables` of the first head group.
         sequences: (devices, device_sequences) the sequences of which a device holds tokens in token layout, plus one;
             0 where there are fewer.
+        later_groups: attention of the other head groups.
     """
 
     text: ExchangeTables
@@ -67,6 +83,7 @@ class StepTables(NamedTuple):
     key_blocks: Int32
     query_blocks: Int32
     sequences: Int32
+    later_groups: tuple[AttentionTables, ...] = ()
 
 
 def _grouped(group: NDArray, values: NDArray, wanted: NDArray, capacity: int) -> Int32:
@@ -153,8 +170,23 @@ def step_tables(
             "step_tables", "devices", devices, most=num_devices - 1, each="device", advice=advice
         )
 
+    first, *later = (_attention_tables(group, capacity, wanted) for group in layout.groups)
+    return StepTables(
+        text=exchange_tables(layout.text_route, capacity.text_route, wanted),
+        image=exchange_tables(layout.image_route, capacity.image_route, wanted),
+        **first._asdict(),
+        sequences=_grouped(
+            layout.present[:, 0], layout.present[:, 1:] + 1, wanted, capacity.device_sequences
+        )[..., 0],
+        later_groups=tuple(later),
+    )
+
+
+def _attention_tables(
+    group: StepLayout, capacity: StepCapacity, wanted: NDArray[np.int64]
+) -> AttentionTables:
     def items(*, keys: bool) -> Int32:
-        device, table = layout.item_table(keys=keys)
+        device, table = group.item_table(keys=keys)
         return _grouped(device, table, wanted, capacity.items)
 
     def blocks(ranges: list[Int32], rows: int) -> Int32:
@@ -163,23 +195,16 @@ def step_tables(
             out[i, : len(ranges[device])] = ranges[device]
         return out
 
-    queries = None
-    if capacity.query_route is not None:
-        queries = exchange_tables(
-            layout.query_route, capacity.query_route, wanted, text_capacity=capacity.text
-        )
-    return StepTables(
-        text=exchange_tables(layout.text_route, capacity.text_route, wanted),
-        image=exchange_tables(layout.image_route, capacity.image_route, wanted),
-        keys=exchange_tables(layout.key_route, capacity.key_route, wanted, text_capacity=capacity.text),
-        queries=queries,
+    def route(route: Route, sizes: RouteCapacity) -> ExchangeTables:
+        return exchange_tables(route, sizes, wanted, text_capacity=capacity.text)
+
+    return AttentionTables(
+        keys=route(group.key_route, capacity.key_route),
+        queries=None if capacity.query_route is None else route(group.query_route, capacity.query_route),
         key_items=items(keys=True),
         query_items=items(keys=False),
-        key_blocks=blocks(layout.key_blocks, capacity.query_rows),
-        query_blocks=blocks(layout.query_blocks, capacity.key_rows),
-        sequences=_grouped(
-            layout.present[:, 0], layout.present[:, 1:] + 1, wanted, capacity.device_sequences
-        )[..., 0],
+        key_blocks=blocks(group.key_blocks, capacity.query_rows),
+        query_blocks=blocks(group.query_blocks, capacity.key_rows),
     )
 
 

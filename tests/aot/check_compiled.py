@@ -58,6 +58,15 @@ def test_parameters_travel_under_compute(sharded):
     assert sum(c["under_flops"] > 0 for c in in_loops) >= len(in_loops) - 1
 
 
+def test_half_of_the_exchanges_of_two_head_groups_run_under_attention(sharded):
+    def exchanges(report):
+        return [c for c in report["collectives"] if c["kind"] == "ragged-all-to-all" and c["innermost"]]
+
+    two = exchanges(dry_run("train.shards=4", "train.head_groups=2"))
+    assert len(two) == 2 * len(exchanges(sharded))
+    assert sum(c["overlapped"] for c in two) >= len(two) / 2
+
+
 def test_hybrid_sharding_gathers_inside_machines(hybrid, sharded):
     def across(report, kind):
         return sum(c["across_bytes"] for c in report["collectives"] if c["kind"] == kind)

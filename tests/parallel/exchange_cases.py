@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallel import exchange, expand_route
@@ -39,6 +40,24 @@ def one_axis_mesh(num_devices: int) -> jax.sharding.Mesh:
     """The first devices along one axis."""
     auto = (jax.sharding.AxisType.Auto,)
     return jax.make_mesh((num_devices,), ("x",), auto, devices=jax.devices()[:num_devices])
+
+
+def ragged_all_to_all_by_hand(
+    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
+):
+    """What the operation is documented to do, from everybody's operands; several pieces a peer lie side by side."""
+    operands, starts, sizes, there = (
+        lax.all_gather(x, axis_name) for x in (operand, input_offsets, send_sizes, output_offsets)
+    )
+    pieces = sizes.shape[1] // sizes.shape[0]
+    mine = lax.axis_index(axis_name) * pieces + jnp.arange(pieces)
+    slot = jnp.arange(operand.shape[0])
+    for s in range(sizes.shape[0]):
+        for piece in range(pieces):
+            sent = slot < sizes[s, mine[piece]]
+            target = jnp.where(sent, there[s, mine[piece]] + slot, output.shape[0])
+            output = output.at[target].set(operands[s][starts[s, mine[piece]] + slot], mode="drop")
+    return jnp.where((recv_sizes == sizes[:, mine].reshape(-1)).all(), output, jnp.asarray(77, output.dtype))
 
 
 def all_kinds_of_plans(num_devices: int) -> list[BalancePlan]:

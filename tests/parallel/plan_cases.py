@@ -72,13 +72,14 @@ def at_home(plan: BalancePlan, capacity: StepCapacity, values: list[np.ndarray],
 def check_at_home(program: HomeProgram, plan: BalancePlan, block: int, seed: int = 0) -> None:
     """Run a plan and compare output and gradients with every sequence attended alone, in float64."""
     rng = np.random.default_rng(seed)
+    layout = StepLayout(plan, block, program.capacity.head_groups)
     shape = plan.num_heads, DIM
     lengths = plan.lengths.tolist() or [0]
     qkv = [rng.standard_normal((n, 3, *shape)).astype(np.float32) for n in lengths]
     weights = [rng.standard_normal((n, *shape)).astype(np.float32) for n in lengths]
     # Padding is poisoned: nothing of it may reach a token.
     inputs = (at_home(plan, program.capacity, values, np.nan) for values in (qkv, weights))
-    out, gradient = program.run(*inputs, step_tables(StepLayout(plan, block), program.capacity))
+    out, gradient = program.run(*inputs, step_tables(layout, program.capacity))
     expected_out, expected_gradient = [np.zeros_like(x) for x in weights], [np.zeros_like(x) for x in qkv]
     for i, n in enumerate(lengths):
         ids = np.ones(n)
@@ -160,7 +161,7 @@ def _boxes(
     return first + _boxes(rng, halves[1], most - len(first))
 
 
-def roomy_capacity(num_heads: int, block: int) -> StepCapacity:
+def roomy_capacity(num_heads: int, block: int, head_groups: int = 1) -> StepCapacity:
     """Room for every plan of `legal_plans`, all of it on one device if need be.
 
     A head that is cut into MOST_BOXES parts has all its keys in each, on whole blocks.
@@ -190,4 +191,5 @@ def roomy_capacity(num_heads: int, block: int) -> StepCapacity:
         image_route=route(tokens, parts, 1),
         key_route=route(copies, parts, MOST_BOXES),
         query_route=route(num_heads * tokens, parts, 1),
+        head_groups=head_groups,
     )

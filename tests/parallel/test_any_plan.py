@@ -24,9 +24,14 @@ def any_program():
     return HomeProgram(roomy_capacity(HEADS, BLOCK))
 
 
+@pytest.fixture(scope="module")
+def program_of_two_groups():
+    return HomeProgram(roomy_capacity(HEADS, BLOCK, head_groups=2))
+
+
 def check_any(program, plan):
     validate_plan(plan)
-    assert program.capacity.fits(step_needs(StepLayout(plan, BLOCK)))
+    assert program.capacity.fits(step_needs(StepLayout(plan, BLOCK, program.capacity.head_groups)))
     check_at_home(program, plan, BLOCK)
     assert program.run._cache_size() == 1
 
@@ -35,6 +40,12 @@ def check_any(program, plan):
 @given(legal_plans(HEADS))
 def test_any_legal_plan(any_program, plan):
     check_any(any_program, plan)
+
+
+@settings(ANY, max_examples=15)
+@given(legal_plans(HEADS))
+def test_any_legal_plan_in_two_head_groups(program_of_two_groups, plan):
+    check_any(program_of_two_groups, plan)
 
 
 @pytest.mark.full

@@ -1,10 +1,7 @@
 """Balanced attention on up to 8 devices against every sequence attended alone, whatever the plan."""
 
 import inspect
-import re
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -21,106 +18,18 @@ from parallel import (
     expand_attention,
     make_balanced_attention,
 )
-from solver import StepLayout, balance, capacity_for, step_needs, step_tables
-from tests.oracles import (
-    COST,
-    attention,
-    attention_gradients,
-    close,
-    placed_tokens,
-    random_plan,
-    random_step,
+from solver import StepLayout, capacity_for, step_needs, step_tables
+from tests.parallel.balanced_cases import (
+    BF16,
+    BLOCK,
+    DIM,
+    Program,
+    any_plan,
+    bag_plans,
+    check,
+    program_for,
 )
 from tests.parallel.exchange_cases import one_axis_mesh
-
-F32, BF16 = 1e-5, 2e-2
-BLOCK = 16
-DIM = 4
-# Text and image tokens; only text, only image, one token, none; a long one; more and fewer than devices.
-LENGTHS = [70, 9, 12, 1, 0, 33, 25, 5, 5, 48]
-TEXT = [20, 9, 0, 1, 0, 3, 25, 0, 5, 8]
-HOME = [0, 0, 1, 1, 2, 3, 3, 5, 6, 6]
-
-
-@dataclass
-class Program:
-    """Attention and its gradients on the rows of all devices; one executable for every plan of its capacity."""
-
-    mesh: Any
-    capacity: Any
-    num_heads: int
-    kernel: Any = None
-    run: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        axes = self.mesh.axis_names
-        axis = axes if len(axes) > 1 else axes[0]
-
-        def device(qkv, weights, tables):
-            qkv, weights, tables = jax.tree.map(lambda x: x[0], (qkv, weights, tables))
-            layout = expand_attention(tables, self.capacity, num_heads=self.num_heads)
-            out, vjp = jax.vjp(
-                lambda *x: balanced_attention(*x, layout, axis_name=axis, kernel=self.kernel), *qkv
-            )
-            return jax.tree.map(lambda x: x[None], (out, vjp(weights)))
-
-        spec = P(axes)
-        self.run = jax.jit(
-            jax.shard_map(device, mesh=self.mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
-        )
-
-    def tables(self, plan):
-        return step_tables(StepLayout(plan, BLOCK), self.capacity)
-
-
-def program_for(mesh, plans, num_heads):
-    return Program(mesh, capacity_for([step_needs(StepLayout(p, BLOCK)) for p in plans]), num_heads)
-
-
-def scattered(plan, capacity, values, padding):
-    """(devices, rows, heads, dim) rows in token layout from (tokens, heads, dim) of each sequence."""
-    shape = (plan.num_devices, capacity.text + capacity.image, plan.num_heads, DIM)
-    rows = np.full(shape, padding, np.float32)
-    for stream, first in (("text", 0), ("image", capacity.text)):
-        for device, tokens in enumerate(placed_tokens(plan, stream)):
-            for r, (number, token) in enumerate(tokens):
-                rows[device, first + r] = values[number][token]
-    return rows
-
-
-def check(program, plan, *, tolerance=F32, dtype=jnp.float32, seed=0):
-    rng = np.random.default_rng(seed)
-    q, k, v, w = (
-        [rng.standard_normal((n, plan.num_heads, DIM)).astype(np.float32) for n in plan.lengths]
-        for _ in range(4)
-    )
-    # Padding is poisoned: nothing of it may reach a token, and its own output is zero.
-    to_rows = partial(scattered, plan, program.capacity)
-    rows = [jnp.asarray(to_rows(x, np.nan), dtype) for x in (q, k, v, w)]
-    results = program.run(tuple(rows[:3]), rows[3], program.tables(plan))
-    expected = [[np.zeros_like(x) for x in q] for _ in range(4)]
-    for i in range(len(q)):
-        ids = np.ones(len(q[i]))
-        for h in range(plan.num_heads if len(ids) else 0):
-            one = [x[i][:, h] for x in (q, k, v)]
-            attended = attention(*one, ids, ids)
-            gradients = attention_gradients(*one, attended, w[i][:, h])
-            for target, value in zip(expected, (attended.out, *gradients), strict=True):
-                target[i][:, h] = value
-    for actual, values in zip(jax.tree.leaves(results), expected, strict=True):
-        assert actual.dtype == dtype
-        close(actual, to_rows(values, 0.0), tolerance)
-
-
-def bag_plans(bags, num_heads, num_devices=8):
-    home = np.array(HOME) % num_devices
-    return [
-        balance(
-            LENGTHS, home, num_devices=num_devices, bags=b, cost=COST, num_heads=num_heads, text_lengths=TEXT
-        )
-        for b in bags
-    ]
-
 
 BAGS = (None, "g1n8", "g2n4", "g4n2", "g8n1", "g1n2+g2n1+g4n1")
 
@@ -154,12 +63,6 @@ def test_bfloat16():
     check(program_for(one_axis_mesh(8), plans, 8), plans[0], tolerance=BF16, dtype=jnp.bfloat16)
 
 
-def any_plan(seed):
-    rng = np.random.default_rng(seed)
-    step = random_step(rng, num_devices=4, num_heads=3, num_sequences=5, max_length=40)
-    return random_plan(rng, step)
-
-
 def test_gpu_kernels_on_the_solvers_tables():
     """They read the ranges of query blocks, which plain JAX does not; divided items have other keys than queries."""
     plan = any_plan(0)
@@ -167,18 +70,6 @@ def test_gpu_kernels_on_the_solvers_tables():
     assert capacity.query_route is not None
     tiles = KernelTiles(Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), Tiles(16, 32, 4, 2))
     check(Program(one_axis_mesh(4), capacity, 3, PallasKernel(tiles, interpret=True)), plan)
-
-
-def test_collectives_of_one_call():
-    """q, k and v leave in one exchange and the output returns in one; the gradient doubles that."""
-    plans = bag_plans(["g2n4"], 8)
-    program = program_for(one_axis_mesh(8), plans, 8)
-    rows = jnp.zeros((8, program.capacity.text + program.capacity.image, 8, DIM))
-    traced = program.run.trace((rows,) * 3, rows, program.tables(plans[0]))
-    assert len(re.findall(r"stablehlo\.collective_permute", traced.lower().as_text())) == 4
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert len(re.findall(r"@ragged_all_to_all", text)) == 4
-    assert not re.search(r"stablehlo\.(all_to_all|collective_permute|all_gather)", text)
 
 
 def test_as_a_callable_for_models():

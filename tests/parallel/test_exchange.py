@@ -9,8 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from parallel import data_mesh, exchange, expand_route
-from parallel._exchange import _Padding
+from parallel import _routes, data_mesh, exchange, expand_route
 from solver import StepLayout, balance, capacity_for, step_needs, step_tables
 from tests.oracles import COST, token_moves
 from tests.parallel.exchange_cases import (
@@ -21,6 +20,7 @@ from tests.parallel.exchange_cases import (
     moved_by,
     one_axis_mesh,
     program_for,
+    ragged_all_to_all_by_hand,
     same,
 )
 
@@ -61,7 +61,7 @@ FULL = pytest.mark.full
     ],
 )
 def test_both_padded_forms(mesh, form, monkeypatch):
-    monkeypatch.setattr(_Padding, "_ROWS_OF_A_ROUND", 10**9 if form == "all_to_all" else -(10**9))
+    monkeypatch.setattr(_routes, "_ROWS_OF_A_ROUND", 10**9 if form == "all_to_all" else -(10**9))
     mesh = MESHES[mesh]()
     plans = all_kinds_of_plans(mesh.size)[:3]
     program = program_for(mesh, plans)
@@ -73,22 +73,6 @@ def test_both_padded_forms(mesh, form, monkeypatch):
     other = {"all_to_all", "collective_permute"} - {form}
     assert f"stablehlo.{form}" in text
     assert f"stablehlo.{other.pop()}" not in text
-
-
-def ragged_all_to_all_by_hand(
-    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
-):
-    """What the operation is documented to do, from everybody's operands."""
-    operands, starts, sizes, there = (
-        lax.all_gather(x, axis_name) for x in (operand, input_offsets, send_sizes, output_offsets)
-    )
-    me = lax.axis_index(axis_name)
-    slot = jnp.arange(operand.shape[0])
-    for s in range(sizes.shape[0]):
-        sent = slot < sizes[s, me]
-        target = jnp.where(sent, there[s, me] + slot, output.shape[0])
-        output = output.at[target].set(operands[s][starts[s, me] + slot], mode="drop")
-    return jnp.where((recv_sizes == sizes[:, me]).all(), output, jnp.asarray(77, output.dtype))
 
 
 @pytest.mark.parametrize("mesh", ["2x4", pytest.param("3", marks=pytest.mark.full)])
