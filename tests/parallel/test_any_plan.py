@@ -55,12 +55,12 @@ def test_many_legal_plans(any_program, plan):
     check_any(any_program, plan)
 
 
-def planned(lengths, home):
+def planned(lengths, home, bags="auto"):
     plan = balance(
         np.maximum(np.asarray(lengths) // SCALE, 1),
         home,
         num_devices=DEVICES,
-        bags="auto",
+        bags=bags,
         cost=COST,
         num_heads=MIX_HEADS,
         topology=Topology(2, DEVICES // 2),
@@ -70,10 +70,10 @@ def planned(lengths, home):
     return plan
 
 
-def golden_plan(mix):
+def golden_plan(mix, bags="auto"):
     """Every fourth device of the mix, which has all its sizes."""
     ranks = load_golden()["batches"][mix]["steps"][0]
-    return planned(*flatten(ranks[:: len(ranks) // DEVICES]))
+    return planned(*flatten(ranks[:: len(ranks) // DEVICES]), bags)
 
 
 def long_tail_plan(longest=None):
@@ -93,7 +93,7 @@ def check_together(plans):
 
 
 def test_balanced_mixes():
-    plans = [*map(golden_plan, MIXES), long_tail_plan()]
+    plans = [*map(golden_plan, MIXES), golden_plan("joint", "g4n2"), long_tail_plan()]
     assert any(plan.rows_sent.any() for plan in plans)
     assert {StepLayout(plan, MIX_BLOCK).splits_items for plan in plans} == {False, True}
     check_together(plans)
