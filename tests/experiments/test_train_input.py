@@ -91,6 +91,7 @@ def refused(tmp_path, capfd, monkeypatch):
         ({"train__devices_per_machine": 3}, ["devices_per_machine must be at least 1 and divide", "=3"]),
         ({"train__devices_per_machine": 0}, ["devices_per_machine must be at least 1 and divide", "=0"]),
         ({"train__devices_per_machine": -4}, ["devices_per_machine must be at least 1 and divide", "=-4"]),
+        ({"train__head_groups": 0}, ["train.head_groups must be in [1, ", "head_groups=0"]),
         ({"train__block": 12}, ["train.block must be a multiple of 8", "block=12"]),
         ({"train__steps": 0}, ["train.steps must be at least 1"]),
         ({"train__eval_every": -1}, ["train.eval_every must not be negative"]),
