@@ -221,6 +221,7 @@ def expand_route(
         One device, on which two sequences stay where they are; rows past the end are zero:
 
         >>> import solver
+        >>> from parallel import exchange
         >>> plan = solver.balance([2, 1], [0, 0], num_devices=1, bags=None, num_heads=1)
         >>> layout = solver.StepLayout(plan, block=8)
         >>> capacity = solver.capacity_for([solver.step_needs(layout)])
