@@ -62,7 +62,7 @@ sys.modules["numba"] = None
 from experiments._bench_solver import auto_times
 from solver._compiled import HAS_NUMBA
 assert not HAS_NUMBA
-print(json.dumps([entry.plan_ms.samples for entry in auto_times(copies=(1,), repeats=int(sys.argv[1]))]))
+print(json.dumps([entry.plan_ms.samples for entry in auto_times(copies=(1,), repeats=int(sys.argv[1]), warm_up=0)]))
 """
 
 
@@ -144,17 +144,20 @@ class AutoTimes:
     static_step_cost: float
 
 
-def auto_times(*, copies: Sequence[int] = (1, 8, 32), repeats: int = 25) -> list[AutoTimes]:
+def auto_times(
+    *, copies: Sequence[int] = (1, 8, 32), repeats: int = 25, warm_up: int = _WARM_UP
+) -> list[AutoTimes]:
     """Time planning without a spec, in this process: the first two steps of each mix, the ranks repeated.
 
     Args:
         copies: how often, of 1, 8 and 32.
         repeats: calls of each.
+        warm_up: calls before those, besides the one that shows the plan.
     """
-    return [_time_auto(case, repeats) for case in _AUTO_CASES if case.copies in copies]
+    return [_time_auto(case, repeats, warm_up) for case in _AUTO_CASES if case.copies in copies]
 
 
-def _time_auto(case: _Case, repeats: int) -> AutoTimes:
+def _time_auto(case: _Case, repeats: int, warm_up: int) -> AutoTimes:
     problems = [_problem(case, "auto", step) for step in range(2)]
     plans = [plan() for plan in problems]
     assert case.limit_ms is not None
@@ -163,7 +166,7 @@ def _time_auto(case: _Case, repeats: int) -> AutoTimes:
         devices=plans[0].num_devices,
         sequences=len(plans[0].lengths),
         limit_ms=case.limit_ms,
-        plan_ms=max((_times(plan, repeats) for plan in problems), key=lambda t: t.middle),
+        plan_ms=max((_times(plan, repeats, warm_up=warm_up) for plan in problems), key=lambda t: t.middle),
         plain_ms=None,
         rows_sent_fraction=mean([plan.rows_sent_fraction for plan in plans]),
         static_step_cost=mean([plan.static_step_cost for plan in plans]),
@@ -198,13 +201,13 @@ def _host_tables(plan: BalancePlan) -> StepTables:
     return step_tables(layout, step_needs(layout, padded=False), range(_DEVICES_PER_MACHINE))
 
 
-def _times(call: Callable[[], object], repeats: int) -> Times:
+def _times(call: Callable[[], object], repeats: int, *, warm_up: int = _WARM_UP) -> Times:
     samples = []
-    for _ in range(repeats + _WARM_UP):
+    for _ in range(repeats + warm_up):
         start = time.perf_counter()
         call()
         samples.append((time.perf_counter() - start) * 1e3)
-    return Times(tuple(samples[_WARM_UP:]))
+    return Times(tuple(samples[warm_up:]))
 
 
 @dataclass(frozen=True, slots=True)
