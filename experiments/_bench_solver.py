@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -62,7 +62,7 @@ sys.modules["numba"] = None
 from experiments._bench_solver import auto_times
 from solver._compiled import HAS_NUMBA
 assert not HAS_NUMBA
-print(json.dumps([entry.plan_ms.samples for entry in auto_times(copies=(1,), repeats=int(sys.argv[1]))]))
+print(json.dumps([entry.plan_ms.samples for entry in auto_times(copies=(1,), repeats=int(sys.argv[1]), warm_up=0)]))
 """
 
 
@@ -130,6 +130,7 @@ class AutoTimes:
     Attributes:
         mix, devices, sequences, limit_ms: the case.
         plan_ms: with Numba's inner loops where it is installed.
+        thread_ms: CPU time of the planning thread in those calls.
         plain_ms: with plain Python's; None where not timed.
         rows_sent_fraction, static_step_cost: of the plans, means over the steps.
     """
@@ -139,31 +140,37 @@ class AutoTimes:
     sequences: int
     limit_ms: float
     plan_ms: Times
+    thread_ms: Times
     plain_ms: Times | None
     rows_sent_fraction: float
     static_step_cost: float
 
 
-def auto_times(*, copies: Sequence[int] = (1, 8, 32), repeats: int = 25) -> list[AutoTimes]:
+def auto_times(
+    *, copies: Sequence[int] = (1, 8, 32), repeats: int = 25, warm_up: int = _WARM_UP
+) -> list[AutoTimes]:
     """Time planning without a spec, in this process: the first two steps of each mix, the ranks repeated.
 
     Args:
         copies: how often, of 1, 8 and 32.
         repeats: calls of each.
+        warm_up: calls before those, besides the one that shows the plan.
     """
-    return [_time_auto(case, repeats) for case in _AUTO_CASES if case.copies in copies]
+    return [_time_auto(case, repeats, warm_up) for case in _AUTO_CASES if case.copies in copies]
 
 
-def _time_auto(case: _Case, repeats: int) -> AutoTimes:
+def _time_auto(case: _Case, repeats: int, warm_up: int) -> AutoTimes:
     problems = [_problem(case, "auto", step) for step in range(2)]
     plans = [plan() for plan in problems]
     assert case.limit_ms is not None
+    clocked = max((_clocked(plan, repeats, warm_up) for plan in problems), key=lambda t: t.thread.middle)
     return AutoTimes(
         mix=case.mix,
         devices=plans[0].num_devices,
         sequences=len(plans[0].lengths),
         limit_ms=case.limit_ms,
-        plan_ms=max((_times(plan, repeats) for plan in problems), key=lambda t: t.middle),
+        plan_ms=clocked.wall,
+        thread_ms=clocked.thread,
         plain_ms=None,
         rows_sent_fraction=mean([plan.rows_sent_fraction for plan in plans]),
         static_step_cost=mean([plan.static_step_cost for plan in plans]),
@@ -198,13 +205,25 @@ def _host_tables(plan: BalancePlan) -> StepTables:
     return step_tables(layout, step_needs(layout, padded=False), range(_DEVICES_PER_MACHINE))
 
 
+class _Clocked(NamedTuple):
+    """Milliseconds on the wall, and of this thread, which other load on the machine disturbs less."""
+
+    wall: Times
+    thread: Times
+
+
 def _times(call: Callable[[], object], repeats: int) -> Times:
-    samples = []
-    for _ in range(repeats + _WARM_UP):
-        start = time.perf_counter()
+    return _clocked(call, repeats, _WARM_UP).wall
+
+
+def _clocked(call: Callable[[], object], repeats: int, warm_up: int) -> _Clocked:
+    wall, thread = [], []
+    for _ in range(repeats + warm_up):
+        start, thread_start = time.perf_counter(), time.thread_time()
         call()
-        samples.append((time.perf_counter() - start) * 1e3)
-    return Times(tuple(samples[_WARM_UP:]))
+        wall.append((time.perf_counter() - start) * 1e3)
+        thread.append((time.thread_time() - thread_start) * 1e3)
+    return _Clocked(Times(tuple(wall[warm_up:])), Times(tuple(thread[warm_up:])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,13 +328,15 @@ def _auto_text(autos: list[AutoTimes]) -> list[str]:
     loops = "Numba" if find_spec("numba") else "plain Python, for Numba is not installed"
     text = f"""`bags="auto"`, the same way: the slowest plan takes **{max(shares):.2f} of its limit** ({worst.mix},
         {worst.devices} devices; limits: 25, 100 and 300 ms on 32, 256 and 1,024 devices). Inner loops by {loops}, the
-        first calls left out; *plain* in a process without Numba, which makes the same plans."""
+        first calls left out; *thread* is CPU time, which other load disturbs less; *plain* in a process without Numba,
+        which makes the same plans."""
     header = (
         "mix",
         "devices",
         "sequences",
         "plan, of limit",
         "plan, ms",
+        "thread, ms",
         "limit, ms",
         "plain, ms",
         "J",
@@ -328,6 +349,7 @@ def _auto_text(autos: list[AutoTimes]) -> list[str]:
             entry.sequences,
             f"{share:.2f}",
             entry.plan_ms.text(digits=1),
+            entry.thread_ms.text(digits=1),
             f"{entry.limit_ms:.0f}",
             entry.plain_ms.text(digits=1) if entry.plain_ms else "-",
             f"{entry.static_step_cost:.3f}",
