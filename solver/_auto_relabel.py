@@ -10,10 +10,10 @@ from itertools import combinations
 import numpy as np
 from jaxtyping import Int
 
-from solver._padded_rows import rows_between, rows_of_rounds
+from solver._padded_rows import rows_between
 from solver._plan import BalancePlan, BalanceProblem
 from solver._plan_measure import plan_from_slices
-from solver._routes import round_of_pair
+from solver._routes import round_of_pair, rows_of_rounds
 
 _MOST_EXCHANGES = 64
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from solver._check import INT32_MAX, instance
 from solver._layout import StepLayout
-from solver._routes import Intervals, Route, round_of_pair
+from solver._routes import Intervals, Route, round_of_pair, rows_of_rounds
 
 # Rows of the token layout are padded to a multiple of this, so that matrix products keep full tiles.
 TOKEN_ALIGNMENT = 8
@@ -277,9 +277,7 @@ def route_needs(route: Route, *, padded: bool) -> RouteCapacity:
     sent = route.sent()
     rounds: tuple[int, ...] = ()
     if padded:
-        largest = np.zeros(route.num_devices, np.int64)
-        np.maximum.at(largest, round_of_pair(route.num_devices), sent)
-        rounds = tuple(int(rows) for rows in largest[1:])
+        rounds = tuple(rows_of_rounds(sent, round_of_pair(route.num_devices))[1:].tolist())
     leaves = route.source != route.target
 
     def count(device: NDArray[np.int64], mask: NDArray[np.bool_]) -> int:

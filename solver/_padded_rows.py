@@ -4,7 +4,7 @@ import numpy as np
 from jaxtyping import Int
 
 from solver._plan import BalancePlan
-from solver._routes import round_of_pair
+from solver._routes import round_of_pair, rows_of_rounds
 
 
 def rows_between(plan: BalancePlan) -> Int[np.ndarray, "devices devices"]:
@@ -27,12 +27,3 @@ def rows_between(plan: BalancePlan) -> Int[np.ndarray, "devices devices"]:
 def padded_rows(rows: Int[np.ndarray, "devices devices"]) -> int:
     """Rows that every device sends in a padded exchange."""
     return int(rows_of_rounds(rows, round_of_pair(len(rows))).sum())
-
-
-def rows_of_rounds(
-    rows: Int[np.ndarray, "devices devices"], round_of: Int[np.ndarray, "devices devices"]
-) -> Int[np.ndarray, " devices"]:
-    """Rows of the busiest pair in each round; round 0 is a device itself."""
-    most = np.zeros(len(rows), np.int64)
-    np.maximum.at(most, round_of, rows)
-    return most

@@ -203,3 +203,15 @@ def round_of_pair(num_devices: int) -> Int:
     if num_devices & (num_devices - 1) == 0:
         return s ^ t
     return (t - s) % num_devices
+
+
+def rows_of_rounds(rows: Int, round_of: Int) -> Int:
+    """Rows that each round of the padded exchange has room for: those of its busiest pair; round 0 is a device itself.
+
+    Args:
+        rows: (num_devices, num_devices) rows that device s sends to device t.
+        round_of: from `round_of_pair`.
+    """
+    most = np.zeros(len(rows), np.int64)
+    np.maximum.at(most, round_of, rows)
+    return most
