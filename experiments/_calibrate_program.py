@@ -31,13 +31,11 @@ from jaxdit.encoders import PrecomputedText
 from jaxdit.models import MMDiT, MMDiTConfig
 from jaxdit.training import DeviceModel, FlowMatching, StepInputs, TextToImage, TrainProgram, input_specs
 from parallel import DATA_AXES
-from solver import CostModel, RouteCapacity, StepCapacity, StepLayout
+from solver import CostModel, Links, RouteCapacity, StepCapacity, StepLayout
 
 _WIDTHS = RowWidths()
 # What plans are made with before anything is known of the machine.
 PLAN_GAMMA = 0.4
-# `solver.Links`: queries, keys and values there and outputs back, and the gradients of each.
-_SENDS = 8
 
 
 def model_config(shape: BlockShape) -> MMDiTConfig:
@@ -156,7 +154,7 @@ class Bench:
 
 def sent_bytes(shape: BlockShape, rows: float) -> float:
     """Bytes of (token, head) rows that cross devices in a block, forward and backward, as `solver.Links` counts."""
-    return rows * shape.head_dim * shape.element_bytes * _SENDS
+    return rows * Links(element_bytes=shape.element_bytes).row_bytes(shape.head_dim)
 
 
 def padded_rows(route: RouteCapacity, num_devices: int) -> int:

@@ -4,6 +4,7 @@ import numpy as np
 from jaxtyping import Int
 
 from solver._plan import BalancePlan
+from solver._plan_measure import distinct_heads
 from solver._routes import round_of_pair, rows_of_rounds
 
 
@@ -14,11 +15,8 @@ def rows_between(plan: BalancePlan) -> Int[np.ndarray, "devices devices"]:
     sequence, start, stop, device = np.asarray(plan.token_slices, np.int64).T
     np.add.at(tokens, (sequence, device), stop - start)
     sequence, first, last, _, _, device = np.asarray(plan.head_slices, np.int64).T
-    # Parts of a divided head need its keys once.
-    present = np.zeros((*shape, plan.num_heads + 1), np.int64)
-    np.add.at(present, (sequence, device, first), 1)
-    np.add.at(present, (sequence, device, last), -1)
-    heads = (np.cumsum(present, -1) > 0).sum(-1)
+    heads = np.zeros(shape, np.int64)
+    np.add.at(heads, (sequence, device), distinct_heads(sequence, first, last, device))
     rows = tokens.T @ heads
     np.fill_diagonal(rows, 0)
     return rows

@@ -120,7 +120,7 @@ def _count_rows(
     topology = problem.topology
     num_devices, num_sequences = topology.num_devices, len(problem.lengths)
     sequence, head_start, head_stop, _, _, device = head_columns
-    heads = _distinct_heads(sequence, head_start, head_stop, device)
+    heads = distinct_heads(sequence, head_start, head_stop, device)
     rows = _sum_by(device, heads * problem.lengths[sequence], num_devices)
     of_sequence = _sum_by(sequence, heads, num_sequences)
 
@@ -138,7 +138,7 @@ def _count_rows(
     return np.stack([rows, rows_sent, rows_across])
 
 
-def _distinct_heads(
+def distinct_heads(
     sequence: Int[np.ndarray, " head_slices"],
     head_start: Int[np.ndarray, " head_slices"],
     head_stop: Int[np.ndarray, " head_slices"],

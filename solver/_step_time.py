@@ -87,5 +87,8 @@ class Links:
 
     def row_seconds(self, head_dim: float, *, across: bool = False) -> float:
         """Seconds that a (token, head) row takes for all its exchanges in a step."""
-        row_bytes = head_dim * self.element_bytes * _TENSORS * _EXCHANGE_PASSES
-        return row_bytes / (self.across_bytes_per_s if across else self.inside_bytes_per_s)
+        return self.row_bytes(head_dim) / (self.across_bytes_per_s if across else self.inside_bytes_per_s)
+
+    def row_bytes(self, head_dim: float) -> float:
+        """Bytes of a (token, head) row in all its exchanges in a step: q, k, v and o, and their gradients."""
+        return head_dim * self.element_bytes * _TENSORS * _EXCHANGE_PASSES
