@@ -136,9 +136,7 @@ def _plans(settings: RunSettings, data: Data, planner: Planner, *, forward_only:
 
 def _figures(layout: StepLayout, tables: Any, capacity: StepCapacity) -> list[float]:
     """Turns of attention's inner loop, and the parts of its exchanges' room that are sent and sent across machines."""
-    blocks = np.concatenate([group.key_blocks for group in (tables, *tables.later_groups)], 1).astype(
-        np.int64
-    )
+    blocks = np.concatenate([group.key_blocks for group in tables.attention], 1).astype(np.int64)
     visits = (blocks[..., 1] - blocks[..., 0]).sum(-1).max() / blocks.shape[-2]
     room, plan = capacity.key_route.send * layout.head_groups, layout.plan
     sent = [rows.max() / room if room else 0.0 for rows in (plan.rows_sent, plan.rows_across_machines)]

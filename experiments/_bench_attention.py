@@ -11,7 +11,14 @@ import numpy as np
 
 from experiments._bench_batches import random_lengths
 from experiments._bench_report import Section, Times, markdown_table, paragraph
-from parallel import AttentionLayout, balanced_attention, exchange, expand_attention, packed_attention
+from parallel import (
+    AttentionLayout,
+    HeadGroup,
+    balanced_attention,
+    exchange,
+    expand_attention,
+    packed_attention,
+)
 from solver import CostModel, StepLayout, balance, step_needs, step_tables
 
 NUM_HEADS, HEAD_DIM, BLOCK = 8, 64, 128
@@ -55,18 +62,18 @@ def bench_attention(*, quick: bool) -> Section:
     """Times in turn, memory from the compiled programs, and how far the results differ."""
     sizes = _Sizes(8, 1024, 3) if quick else _Sizes(16, 4096, 5)
     lengths = random_lengths(sizes.num_segments, sizes.total, least=200, most=4000, seed=0)
-    layout = _layout(lengths)
+    group = _only_group(lengths)
     rng = np.random.default_rng(0)
     tokens = tuple(
         jnp.asarray(rng.standard_normal((sizes.total, NUM_HEADS, HEAD_DIM), np.float32)) for _ in range(4)
     )
-    rows = tuple(_to_rows(layout, x) for x in tokens)
+    rows = tuple(_to_rows(group, x) for x in tokens)
     cases = [
         _compiled("`jax.nn.dot_product_attention`, mask", _dense(lengths), tokens),
-        _compiled("`packed_attention`", lambda q, k, v: packed_attention(q, k, v, layout.segments).out, rows),
+        _compiled("`packed_attention`", lambda q, k, v: packed_attention(q, k, v, group.segments).out, rows),
         _compiled(
             "the same, rows moved from tokens and back",
-            lambda q, k, v: balanced_attention(q, k, v, layout, axis_name=_NO_AXIS),
+            lambda q, k, v: balanced_attention(q, k, v, AttentionLayout((group,)), axis_name=_NO_AXIS),
             tokens,
         ),
     ]
@@ -114,18 +121,18 @@ def _body(figures: dict[str, Any], cases: Sequence[_Case], times: Sequence[Times
     return "\n\n".join([paragraph(claim), markdown_table(header, rows), paragraph(case)])
 
 
-def _layout(lengths: Sequence[int]) -> AttentionLayout:
+def _only_group(lengths: Sequence[int]) -> HeadGroup:
     """The attention layout of one device."""
     cost = CostModel(width=NUM_HEADS * HEAD_DIM, gamma=0.4)
     plan = balance(lengths, [0] * len(lengths), num_devices=1, bags=None, cost=cost, num_heads=NUM_HEADS)
     layout = StepLayout(plan, BLOCK)
     sizes = step_needs(layout)
     tables = jax.tree.map(lambda x: x[0], step_tables(layout, sizes))
-    return expand_attention(tables, sizes, num_heads=NUM_HEADS)
+    return expand_attention(tables, sizes, num_heads=NUM_HEADS).groups[0]
 
 
-def _to_rows(layout: AttentionLayout, x: jax.Array) -> jax.Array:
-    return exchange(x.reshape(-1, HEAD_DIM), layout.keys, axis_name=_NO_AXIS)
+def _to_rows(group: HeadGroup, x: jax.Array) -> jax.Array:
+    return exchange(x.reshape(-1, HEAD_DIM), group.keys, axis_name=_NO_AXIS)
 
 
 def _dense(lengths: Sequence[int]) -> Callable[..., jax.Array]:

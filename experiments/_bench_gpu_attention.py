@@ -152,7 +152,7 @@ def device_segments(lengths: Sequence[int], num_heads: int, block: int) -> Packe
     layout = StepLayout(plan, block)
     sizes = step_needs(layout)
     tables = jax.tree.map(lambda x: x[0], step_tables(layout, sizes))
-    return jax.jit(lambda t: expand_attention(t, sizes, num_heads=num_heads).segments)(tables)
+    return jax.jit(lambda t: expand_attention(t, sizes, num_heads=num_heads).groups[0].segments)(tables)
 
 
 def compare_kernels(sizes: AttentionSizes, kernel: PackedKernel | None) -> dict[str, Any]:

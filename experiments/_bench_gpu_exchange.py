@@ -64,14 +64,14 @@ def _measure(sizes: ExchangeSizes, length: int, devices: list[Any]) -> dict[str,
     def move(rows: jax.Array, tables: Any) -> jax.Array:
         tables = jax.tree.map(lambda x: x[0], tables)
         attention = expand_attention(tables, needs, num_heads=sizes.num_heads)
-        return exchange(rows, attention.keys, axis_name="x")
+        return exchange(rows, attention.groups[0].keys, axis_name="x")
 
     shape = (count * (needs.text + needs.image) * sizes.num_heads, _PARTS * sizes.head_dim)
     rows = jnp.zeros(shape, jnp.bfloat16, device=jax.NamedSharding(mesh, P("x")))
     placed = jax.device_put(tables, jax.NamedSharding(mesh, P("x")))
     run = jax.jit(jax.shard_map(move, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
     times = call_times(run, (rows, placed), repeats=sizes.repeats)
-    sent_rows = int(np.asarray(tables.keys.peers)[:, 0].sum(-1).max())
+    sent_rows = int(np.asarray(tables.attention[0].keys.peers)[:, 0].sum(-1).max())
     sent_bytes = sent_rows * _PARTS * sizes.head_dim * 2
     return {
         "length": length,

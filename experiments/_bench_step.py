@@ -32,7 +32,7 @@ from jaxdit.encoders import PrecomputedText
 from jaxdit.models import MMDiT, MMDiTConfig
 from jaxdit.training import FlowMatching, StepInputs, TextToImage, TrainProgram, TrainState, make_train_step
 from parallel import data_mesh
-from solver import BalancePlan, CostModel, StepCapacity
+from solver import AttentionTables, BalancePlan, CostModel, StepCapacity, StepTables
 
 _LOG = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class Variant:
         """Block pairs that each device visits, of each batch."""
         found = []
         for inputs in self.lending:
-            ranges = np.asarray(inputs.tables.key_blocks)
+            ranges = np.asarray(_only_group(inputs.tables).key_blocks)
             found.append((ranges[..., 1] - ranges[..., 0]).sum((1, 2)).astype(np.int64))
         return found
 
@@ -168,8 +168,9 @@ def with_equal_attention(inputs: StepInputs) -> StepInputs:
     What is added is masked by segment ids. The plain JAX kernel reads `key_blocks` in both directions, and
     `query_blocks` in neither.
     """
-    ranges = np.array(inputs.tables.key_blocks)
-    num_key_blocks = inputs.tables.query_blocks.shape[2]
+    group = _only_group(inputs.tables)
+    ranges = np.array(group.key_blocks)
+    num_key_blocks = group.query_blocks.shape[2]
     pairs = (ranges[..., 1] - ranges[..., 0]).sum(-1)
     missing = pairs.max(axis=0) - pairs  # of each micro-batch
     room = (num_key_blocks - ranges[..., 1])[..., ::-1]
@@ -177,8 +178,13 @@ def with_equal_attention(inputs: StepInputs) -> StepInputs:
     added = np.clip(missing[..., None] - before, 0, room)
     assert np.array_equal(added.sum(-1), missing), "ranges up to the last key block must have room"
     ranges[..., 1] += added[..., ::-1]
-    placed = jax.device_put(ranges, inputs.tables.key_blocks.sharding)
-    return inputs._replace(tables=inputs.tables._replace(key_blocks=placed))
+    placed = jax.device_put(ranges, group.key_blocks.sharding)
+    return inputs._replace(tables=inputs.tables._replace(attention=(group._replace(key_blocks=placed),)))
+
+
+def _only_group(tables: StepTables) -> AttentionTables:
+    (group,) = tables.attention
+    return group
 
 
 class StepTime(NamedTuple):

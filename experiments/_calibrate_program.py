@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from experiments._bench_batches import RowWidths, random_data
 from experiments._calibrate_fit import PASSES, Work
-from experiments._calibration import BlockShape
+from experiments._calibration import DEFAULT_GAMMA, BlockShape
 from experiments._feed import Planner, StepAssembler
 from experiments._platform import compiler_options, needs_padded_exchange
 from experiments._program import checking
@@ -34,8 +34,6 @@ from parallel import DATA_AXES
 from solver import CostModel, Links, RouteCapacity, StepCapacity, StepLayout
 
 _WIDTHS = RowWidths()
-# What plans are made with before anything is known of the machine.
-PLAN_GAMMA = 0.4
 
 
 def model_config(shape: BlockShape) -> MMDiTConfig:
@@ -95,7 +93,7 @@ class Bench:
             num_devices=self.num_devices,
             num_heads=self.shape.num_heads,
             bags=bags,
-            cost=CostModel(self.shape.width, PLAN_GAMMA),
+            cost=CostModel(self.shape.width, DEFAULT_GAMMA),
             block=self.shape.block,
             padded=self.padded,
         )

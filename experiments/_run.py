@@ -18,7 +18,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
-from experiments._calibration import load_calibration
+from experiments._calibration import DEFAULT_GAMMA, load_calibration
 from experiments._components import AdapterSpec, RunSettings
 from experiments._config import UserError, checking
 from experiments._disk import size_text
@@ -46,8 +46,6 @@ _CONTAINER_LIMITS = (
 CPU_LINKS = Links(
     flops_per_s=100e9, inside_bytes_per_s=10e9, across_bytes_per_s=10e9, element_bytes=4, padded=True
 )
-# Of attention FLOP, published for H100, where nothing was measured.
-_DEFAULT_GAMMA = 0.4
 # Share of a device's memory that they may take; activations need the rest.
 _MEMORY_SHARE = 0.8
 
@@ -123,7 +121,7 @@ def _costs(settings: RunSettings, *, padded: bool) -> tuple[CostModel, Links]:
     model, links = settings.model, default_links(padded=padded)
     with checking():
         if settings.calibration is None:
-            gamma = _DEFAULT_GAMMA if settings.gamma is None else settings.gamma
+            gamma = DEFAULT_GAMMA if settings.gamma is None else settings.gamma
             return CostModel(model.width, gamma), links
         calibration = load_calibration(settings.calibration)
         cost = calibration.cost_model(model.width)

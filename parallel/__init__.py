@@ -5,6 +5,7 @@ arrays.
 """
 
 from parallel._balanced_attention import AttentionLayout as AttentionLayout
+from parallel._balanced_attention import HeadGroup as HeadGroup
 from parallel._balanced_attention import TokenRoutes as TokenRoutes
 from parallel._balanced_attention import balanced_attention as balanced_attention
 from parallel._balanced_attention import expand_attention as expand_attention
@@ -36,6 +37,7 @@ __all__ = [
     "REPLICA_AXIS",
     "SHARD_AXIS",
     "AttentionLayout",
+    "HeadGroup",
     "KernelTiles",
     "PackedKernel",
     "PackedOutput",

@@ -7,7 +7,7 @@ unevenly are plans, not programs: one executable runs them all.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, no_type_check, runtime_checkable
 
@@ -92,20 +92,31 @@ def expand_tokens(tables: Any, sizes: TokenSizes) -> TokenRoutes:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 @no_type_check  # JAX rebuilds pytrees with placeholders for leaves
-class AttentionLayout:
-    """One device's part of a step's attention layout; made by `expand_attention`.
+class HeadGroup:
+    """One device's part of the layout of one head group.
 
     Attributes:
         keys: token to attention layout for k and v, and for q as well if `queries` is None.
         queries: the queries' own route in programs that can run items divided by query range.
         segments: which attention rows attend to which.
-        later: the same for the other head groups, if the plan's attention is computed in several.
     """
 
     keys: Route
     queries: Route | None
     segments: PackedSegments
-    later: tuple["AttentionLayout", ...] = ()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+@no_type_check
+class AttentionLayout:
+    """One device's part of a step's attention layout; made by `expand_attention`.
+
+    Attributes:
+        groups: the head groups, computed one after another; one but where the plan's attention is cut in several.
+    """
+
+    groups: tuple[HeadGroup, ...]
 
 
 def expand_attention(tables: Any, sizes: AttentionSizes, *, num_heads: int) -> AttentionLayout:
@@ -125,14 +136,13 @@ def expand_attention(tables: Any, sizes: AttentionSizes, *, num_heads: int) -> A
         ValueError: if the plan is for another number of heads, or the tables were padded for other sizes; and as
             `expand_route`.
     """
-    first, *later = (_expand_group(group, sizes, num_heads) for group in (tables, *tables.later_groups))
-    return replace(first, later=tuple(later))
+    return AttentionLayout(tuple(_expand_group(group, sizes, num_heads) for group in tables.attention))
 
 
-def _expand_group(tables: Any, sizes: AttentionSizes, num_heads: int) -> AttentionLayout:
+def _expand_group(tables: Any, sizes: AttentionSizes, num_heads: int) -> HeadGroup:
     _check_sizes(tables, sizes, num_heads)
     queries, keys = _expand_routes(tables, sizes)
-    return AttentionLayout(
+    return HeadGroup(
         keys=keys,
         queries=queries,
         segments=PackedSegments(
@@ -223,9 +233,9 @@ def balanced_attention(
             " Repeat heads that are shared, and cast."
         )
     rows = _Rows(*(x.reshape(-1, x.shape[2]) for x in (q, k, v)))
-    moved = _to_items(rows, layout, axis_name)
+    moved = _to_items(rows, layout.groups[0], axis_name)
     total: Any = None
-    for group, following in zip((layout, *layout.later), (*layout.later, None), strict=True):
+    for group, following in zip(layout.groups, (*layout.groups[1:], None), strict=True):
         # Barriers give the order that hides exchanges: the next group's rows travel under this one's attention, and
         # this one's outputs under the next one's. Left alone the compiler has all groups travel, and then attend.
         here, ahead = moved, None
@@ -251,12 +261,12 @@ class _Rows(NamedTuple):
     v: Float[Array, "rows d"]
 
 
-def _home(group: AttentionLayout) -> Route:
+def _home(group: HeadGroup) -> Route:
     """The route of queries, on which outputs go back."""
     return group.keys if group.queries is None else group.queries
 
 
-def _to_items(rows: _Rows, group: AttentionLayout, axis_name: AxisName) -> _Rows:
+def _to_items(rows: _Rows, group: HeadGroup, axis_name: AxisName) -> _Rows:
     # Joined by hand rather than as leaves: the parts are cut apart in attention layout for free.
     if group.queries is None:
         moved = exchange(jnp.concatenate(rows, -1), group.keys, axis_name=axis_name)

@@ -25,12 +25,14 @@ from solver._plan_check import validate_plan as validate_plan
 from solver._plan_measure import plan_from_slices as plan_from_slices
 from solver._step_time import Links as Links
 from solver._step_time import StepSeconds as StepSeconds
+from solver._tables import AttentionTables as AttentionTables
 from solver._tables import ExchangeTables as ExchangeTables
 from solver._tables import StepTables as StepTables
 from solver._tables import step_tables as step_tables
 from solver._topology import Topology as Topology
 
 __all__ = [
+    "AttentionTables",
     "BagLayout",
     "BagSpec",
     "BalancePlan",

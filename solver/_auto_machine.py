@@ -6,8 +6,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
+from solver._auto_bins import Preferences, even_out
 from solver._auto_fill import deal_heads, spread, transfers
-from solver._auto_partition import Preferences, even_out, partition
+from solver._auto_partition import partition
 from solver._auto_place import Resources
 from solver._auto_slices import Pieces
 
@@ -115,7 +116,7 @@ def _spread_whole(
     else:
         off[-1] = _ATTENTION_OFF * resources.looser * 0.9
     capacity = np.repeat(values.sum(1)[:, None] / n, n, 1)
-    return partition(values, capacity, resources.share, off, home[whole], trades=False)
+    return partition(values, capacity, resources.share, off, home[whole], trades=not beside_fluid)
 
 
 def _attention(

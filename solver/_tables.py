@@ -68,22 +68,15 @@ class StepTables(NamedTuple):
 
     Attributes:
         text, image: home to token layout.
-        keys, queries, key_items, query_items, key_blocks, query_blocks: `AttentionTables` of the first head group.
         sequences: (devices, device_sequences) the sequences of which a device holds tokens in token layout, plus one;
             0 where there are fewer.
-        later_groups: attention of the other head groups.
+        attention: of each head group, one after another.
     """
 
     text: ExchangeTables
     image: ExchangeTables
-    keys: ExchangeTables
-    queries: ExchangeTables | None
-    key_items: Int32
-    query_items: Int32
-    key_blocks: Int32
-    query_blocks: Int32
     sequences: Int32
-    later_groups: tuple[AttentionTables, ...] = ()
+    attention: tuple[AttentionTables, ...]
 
 
 def _grouped(group: NDArray, values: NDArray, wanted: NDArray, capacity: int) -> Int32:
@@ -154,9 +147,10 @@ def step_tables(
         >>> layout = StepLayout(plan, block=64)
         >>> capacity = capacity_for([step_needs(layout)])
         >>> tables = step_tables(layout, capacity)
-        >>> tables.keys.peers[:, 0].tolist()  # half of the tokens' rows, 50 + 10 of one head, go to the other device
+        >>> (attention,) = tables.attention
+        >>> attention.keys.peers[:, 0].tolist()  # half of the tokens' rows, 50 + 10 of one head, go to the other device
         [[0, 60], [60, 0]]
-        >>> tables.key_items[0, :2, 5:].tolist()  # device 0: one head of 100 rows, one of 20
+        >>> attention.key_items[0, :2, 5:].tolist()  # device 0: one head of 100 rows, one of 20
         [[1, 100], [1, 20]]
     """
     instance("step_tables", "layout", layout, StepLayout, advice="Make one with StepLayout(plan, block).")
@@ -170,15 +164,13 @@ def step_tables(
             "step_tables", "devices", devices, most=num_devices - 1, each="device", advice=advice
         )
 
-    first, *later = (_attention_tables(group, capacity, wanted) for group in layout.groups)
     return StepTables(
         text=exchange_tables(layout.text_route, capacity.text_route, wanted),
         image=exchange_tables(layout.image_route, capacity.image_route, wanted),
-        **first._asdict(),
         sequences=_grouped(
             layout.present[:, 0], layout.present[:, 1:] + 1, wanted, capacity.device_sequences
         )[..., 0],
-        later_groups=tuple(later),
+        attention=tuple(_attention_tables(group, capacity, wanted) for group in layout.groups),
     )
 
 

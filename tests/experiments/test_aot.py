@@ -291,7 +291,7 @@ def test_what_does_not_fit_is_told():
 def test_a_plan_says_how_often_attention_turns():
     plans = abstract_run().requested.plans
     (tables,) = plans.tables
-    blocks = np.asarray(tables.key_blocks)
+    blocks = np.asarray(tables.attention[0].key_blocks)
     assert 0 < plans.block_visits <= blocks.max()
     assert plans.tokens > 0
 

@@ -35,7 +35,7 @@ from experiments._feed import Planner
 from experiments._program import UserError
 from jaxdit.training import StepInputs
 from parallel import DATA_AXES, data_mesh
-from solver import CostModel, StepTables
+from solver import AttentionTables, CostModel, StepTables
 
 
 def run_bench(*args: str) -> subprocess.CompletedProcess:
@@ -102,9 +102,11 @@ def equal_attention(ranges: np.ndarray, num_key_blocks: int) -> np.ndarray:
     placed = jax.device_put(ranges.astype(np.int32), NamedSharding(mesh, P(DATA_AXES)))
     other = jnp.zeros((*ranges.shape[:2], num_key_blocks, 2), jnp.int32)
     unused: dict[str, Any] = dict.fromkeys(StepTables._fields)
-    tables = StepTables(**unused)._replace(key_blocks=placed, query_blocks=other)
+    of_group: dict[str, Any] = dict.fromkeys(AttentionTables._fields)
+    group = AttentionTables(**of_group)._replace(key_blocks=placed, query_blocks=other)
+    tables = StepTables(**unused)._replace(attention=(group,))
     inputs = StepInputs(*([None] * 4))._replace(tables=tables)
-    return np.asarray(with_equal_attention(inputs).tables.key_blocks)
+    return np.asarray(with_equal_attention(inputs).tables.attention[0].key_blocks)
 
 
 def test_every_device_gets_the_block_pairs_of_the_fullest():
@@ -134,7 +136,7 @@ def test_added_block_pairs_change_no_bit_of_a_step():
         state = jax.device_put(start, program.state_shardings())
         results.append(jax.tree.map(np.asarray, variant.step(state, inputs, watch.key)))
     jax.tree.map(np.testing.assert_array_equal, *results)
-    pairs = np.asarray(variant.waiting[0].tables.key_blocks)
+    pairs = np.asarray(variant.waiting[0].tables.attention[0].key_blocks)
     assert len(set((pairs[..., 1] - pairs[..., 0]).sum((1, 2)).tolist())) == 1
 
 

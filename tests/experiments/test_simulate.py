@@ -1,30 +1,24 @@
-"""Simulation without an accelerator: figures against hand-computed ones, published tables, files, and input."""
+"""Simulation without an accelerator: figures against hand-computed ones, and published tables."""
 
-import json
 import math
-import re
 import xml.etree.ElementTree as ET
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from experiments import _plan_page, _simulate_run, simulate
+from experiments import _simulate_run, simulate
 from experiments._aot_gpus import Gpu, Machines, load_gpu
 from experiments._bench_batches import recorded_steps
-from experiments._plan_figure import plot_plan
-from experiments._plan_page import plan_page, save_plan
 from experiments._plan_traffic import arcs_of, traffic
-from experiments._program import UserError
-from experiments._simulate_batches import Batch, Workload, drawn_workload, read_lengths
+from experiments._simulate_batches import Batch, Workload, drawn_workload
 from experiments._simulate_model import FLUX, ModelShape, StepModel
 from experiments._simulate_run import AUTO, NONE, compare, plan_figures, variant, variants_for
 from solver import Topology, balance
 from tests.experiments._program_cases import run
+from tests.experiments._simulate_cases import SMALL, simulated
 
 GPU = Gpu("toy", "Toy", "", {"bf16": 1e12, "f32": 5e11}, memory_speed=1e9, nvlink=1e8, network=1e7)
-SMALL = ("--mix", "g2b2i64f1s0,g2b1i256f1s0", "--width", "64", "--heads", "4", "--blocks", "1+2")
 
 
 def batch_of(ranks):
@@ -206,13 +200,6 @@ def test_traffic_by_sender_and_receiver(bags):
         assert across == (low // 4 != high // 4)
 
 
-def simulated(capsys, *args):
-    """The report of a run, which must succeed."""
-    capsys.readouterr()
-    assert run(simulate.main, *args, "--json") == 0
-    return json.loads(capsys.readouterr().out)
-
-
 def numbers(value):
     if isinstance(value, dict):
         return [n for v in value.values() for n in numbers(v)]
@@ -329,251 +316,6 @@ def test_ranks_repeat_and_share_devices():
     apart = drawn_workload("joint", num_devices=32, steps=1, seed=0, text_apart=True).batches[0]
     np.testing.assert_array_equal(apart.lengths, whole.lengths)
     assert 0 < apart.text_lengths.max() <= 392
-
-
-class Page(HTMLParser):
-    """Elements and attributes of a page, and the text of its data."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.open, self.data, self.title = [], [], "", ""
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta",):
-            self.open.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop()[0] == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1][1].get("id") == "plan":
-            self.data += data
-        if self.open and self.open[-1][0] == "title":
-            self.title += data
-
-
-def test_the_page_of_a_plan(capsys, tmp_path):
-    path = tmp_path / "new" / "plan.html"
-    simulated(capsys, *SMALL, "--topology", "2x2", "--steps", 1, "--bags", "g2n2", "--plot", path)
-    text = path.read_text(encoding="utf-8")
-    page = Page(text)
-    assert page.open == []
-    # Nothing from elsewhere: no address in the text, no element that loads anything, and a policy that forbids it.
-    assert not re.search(r"https?:|//[a-z]|url\(|@import|\bimport\b|fetch\(|XMLHttp", text)
-    assert not {"link", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
-    assert not any("src" in attrs or "href" in attrs for _, attrs in page.tags)
-    assert any("default-src 'none'" in str(attrs.get("content")) for _, attrs in page.tags)
-    data = json.loads(page.data)
-    assert data["devices"] == 4
-    assert data["perMachine"] == 2
-    home, token, attention = data["panels"]
-    assert (
-        sum(home["height"]) == sum(token["height"]) == sum(data["lengths"]) == sum(data["figures"]["tokens"])
-    )
-    assert sum(attention["height"]) == 4 * sum(length**2 for length in data["lengths"])
-    for panel in data["panels"]:
-        assert len(panel["device"]) == len(panel["sequence"]) == len(panel["height"])
-        assert set(panel["sequence"]) == set(range(6))
-    assert data["arcs"][1]["inside"] == sum(data["figures"]["sent"]) == sum(data["figures"]["received"])
-    assert data["arcs"][1]["between"] == sum(data["figures"]["across"]) == 0
-    assert len(data["headSlices"]) == len(attention["device"])
-
-
-def test_a_title_cannot_end_the_page():
-    title = "</script><script>alert('&')</script> {{data}}"
-    plan = balance([5, 6], [0, 1], num_devices=2, bags="g2n1", num_heads=2)
-    page = Page(plan_page(plan, title=title))
-    assert [tag for tag, _ in page.tags].count("script") == 2
-    assert page.title == title
-    assert json.loads(page.data)["lengths"] == [5, 6]
-
-
-def test_data_cannot_end_its_element():
-    assert _plan_page._embedded({"a": "</script>&\u2028"}) == '{"a":"\\u003c/script\\u003e\\u0026\\u2028"}'
-
-
-@pytest.mark.parametrize("name", ["plan.svg", "plan.png"])
-def test_pictures_of_plans(tmp_path, name):
-    plan = balance(
-        [90, 20, 33, 0], [0, 0, 1, 3], num_devices=4, bags="auto", num_heads=3, topology=Topology(2, 2)
-    )
-    save_plan(tmp_path / name, plan, title="a & b <c>")
-    if name.endswith("svg"):
-        ET.parse(tmp_path / name)
-    else:
-        with Image.open(tmp_path / name) as picture:
-            assert picture.size[1] > 800
-            assert len(picture.convert("RGB").getcolors(1 << 20)) > 50
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-def test_pictures_of_plans_that_send_nothing_and_without_arcs(tmp_path):
-    plan = balance([9, 0], [0, 1], num_devices=2, bags=None, num_heads=3)
-    plot_plan(tmp_path / "arcs.png", plan, arcs=True)
-    plot_plan(tmp_path / "plain.png", plan)
-    with Image.open(tmp_path / "arcs.png") as tall, Image.open(tmp_path / "plain.png") as flat:
-        assert tall.size[1] > flat.size[1]
-
-
-def test_plans_too_large_to_draw(tmp_path, monkeypatch):
-    monkeypatch.setattr("experiments._plan_page._MOST_BLOCKS", 3)
-    plan = balance([90, 20], [0, 1], num_devices=2, bags="g2n1", num_heads=4)
-    with pytest.raises(UserError, match=r"--plot draws at most 3 parts of sequences; this plan has 8"):
-        save_plan(tmp_path / "plan.svg", plan)
-
-
-def lengths_of(tmp_path, text, num_devices=None):
-    path = tmp_path / "lengths.txt"
-    path.write_text(text, encoding="utf-8")
-    return read_lengths(path, num_devices=num_devices)
-
-
-@pytest.mark.parametrize(
-    "text", ["10 20\n\n5\n\n\n", "\ufeff[[10, 20], [], [5]]", " [[10,20],\n[ ],[5]]\n", "10\t20\r\n\r\n 5 "]
-)
-def test_a_file_of_lengths(tmp_path, text):
-    workload = lengths_of(tmp_path, text)
-    (batch,) = workload.batches
-    assert workload.num_devices == 3
-    assert batch.lengths.tolist() == [10, 20, 5]
-    assert batch.home.tolist() == [0, 0, 2]
-    assert batch.num_tokens == 35
-
-
-def test_json_can_end_with_devices_that_load_nothing(tmp_path):
-    assert lengths_of(tmp_path, "[[3], [0], []]", num_devices=3).num_devices == 3
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "at least one token; got none in 0 lines"),
-        ("\n\n", "at least one token; got none in 0 lines"),
-        ("0 0\n0\n", "at least one token; got none in 2 lines"),
-        ("[[], []]", "at least one token"),
-        ("10\n4 -3\n", "line 2: lengths are integers in 0 .. 1073741824; got '-3'"),
-        ("10 4.5\n", "line 1: lengths are integers .* got '4.5'"),
-        ("10,20\n", "line 1: .* got '10,20'. Write numbers of tokens, separated by spaces"),
-        ("1e3\n", "got '1e3'"),
-        ("1073741825\n", "got '1073741825'"),
-        ("9" * 50, "got '9999999999999999999999999999999999999999'"),
-        ("²\n", "got '²'"),
-        ("[[10, 4.0]]", r"list 1: lengths are integers .* got '4.0'"),
-        ("[[10], [true]]", "list 2: .* got 'True'"),
-        ("[[10], [null]]", "list 2: .* got 'None'"),
-        ("[[10], [NaN]]", "list 2: .* got 'nan'"),
-        ("[[[1]]]", r"list 1: .* got '\[1\]'"),
-        ("[10, 20]", "JSON holds a list of lists, one for each device; got another shape"),
-        ("[[10], [20]", "a JSON list of lists of lengths; .* Mend the JSON"),
-    ],
-)
-def test_files_of_lengths_that_are_refused(tmp_path, text, message):
-    with pytest.raises(UserError, match=message):
-        lengths_of(tmp_path, text)
-
-
-def test_files_of_other_numbers_of_lines(tmp_path):
-    assert lengths_of(tmp_path, "1\n2\n", 2).num_devices == 2
-    with pytest.raises(
-        UserError, match=r"one line for each of --devices 3; got 2 lines\. Either leave --devices out"
-    ):
-        lengths_of(tmp_path, "1\n2\n", 3)
-    with pytest.raises(
-        UserError, match=r"one line for each of --devices 1; got 2 lines\. Either raise --devices"
-    ):
-        lengths_of(tmp_path, "1\n2\n", 1)
-
-
-def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(UserError, match=r"none\.txt: cannot be read: No such file"):
-        read_lengths(tmp_path / "none.txt", num_devices=None)
-    with pytest.raises(UserError, match="cannot be read: Is a directory"):
-        read_lengths(tmp_path, num_devices=None)
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="a text file in UTF-8"):
-        read_lengths(tmp_path / "binary", num_devices=None)
-
-
-@pytest.fixture
-def no_work(monkeypatch):
-    """Nothing is planned."""
-
-    def planned(*args, **kwargs):
-        raise AssertionError("planned before everything was checked")
-
-    monkeypatch.setattr(_simulate_run, "compare", planned)
-
-
-@pytest.mark.usefixtures("no_work")
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--mix", "highres"], "--mix must be one of lowres, mixres, joint, all, or data codes"),
-        (["--mix", ""], "--mix must be one of"),
-        (["--mix", "g8b4i256f1"], r"--mix: parse_codes: .* got part='g8b4i256f1'"),
-        (["--mix", "g8b4i8f1s0"], "Z >= 16 pixels"),
-        (["--mix", "g1b1i9999999f9s0"], "at most 1073741824 tokens a sample"),
-        (["--mix", "g1b9999999i16f1s0"], "at most 1,048,576 sequences over all steps"),
-        (["--mix", "g9999b1i16f1s0"], r"--devices must be in 1 \.\. 4096; got 9999"),
-        (["--mix", "g1b1i400000f1s0"], "--mix: balance: num_heads"),
-        (
-            ["--devices", "7"],
-            "--devices must be a multiple or a divisor of the 32 ranks of --mix joint; got 7",
-        ),
-        (["--devices", "0"], r"--devices must be in 1 \.\. 4096; got 0"),
-        (["--topology", "4x4"], "--topology must have the 32 devices of the batch; got 4x4, which are 16"),
-        (["--topology", "32"], "--topology is MACHINESxGPUS"),
-        (["--bags", "g3n4"], "--bags takes none, auto, full or a bag spec: .* multiple of the 12 of g3n4"),
-        (["--bags", "8x4"], r"--bags takes none, auto, full or a bag spec: .* got spec='8x4'"),
-        (
-            ["--mix", "lowres", "--devices", "4096", "--bags", "full"],
-            "--bags g4096n1: at most 4,000,000 pieces",
-        ),
-        (["--steps", "0"], r"--steps must be in 1 \.\. 1000; got 0"),
-        (["--gamma", "-1"], "gamma in 0 .. 1e.06; got gamma=-1"),
-        (["--gamma", "nan"], "got gamma=nan"),
-        (["--width", "100", "--heads", "3"], "--width must be a multiple of --heads"),
-        (["--width", "0"], "--width must be a multiple"),
-        (["--heads", "0"], r"--heads, which are in 1 \.\. 1024"),
-        (["--blocks", "57"], r"--blocks is DOUBLE\+SINGLE, such as 19\+38"),
-        (["--blocks", "0+0"], "with a block at least"),
-        (["--gpu", "b300"], "--gpu must be one of a100, h100, h200"),
-        (["--tflops", "0"], "--tflops must be above 0"),
-        (["--tflops", "nan"], "--tflops must be above 0"),
-        (["--tflops", "990"], "at most the peak, 989.4"),
-        (["--plot", "plan.pdf"], r"--plot ends in \.svg or \.png or \.html; got 'plan.pdf'"),
-        (["--figure", "bars.html"], r"--figure ends in \.svg or \.png; got 'bars.html'"),
-        (["--mix", "all", "--plot", "{tmp}/plan.svg"], "--plot draws one batch; got --mix all"),
-        (["--plot", "{tmp}/folder.svg"], "is a folder"),
-        (["--plot", "{tmp}/file/plan.svg"], "cannot write to .*file: .* Choose another --plot"),
-        (["--figure", "{tmp}/file/bars.svg"], "cannot write to .*file: .* Choose another --figure"),
-        (["--lengths", "{tmp}/file", "--mix", "joint"], "--lengths is one batch of its own; got --mix too"),
-        (["--lengths", "{tmp}/file", "--steps", "1"], "--lengths is one batch of its own; got --steps too"),
-        (["--lengths", "{tmp}/file", "--text"], "--text needs text lengths"),
-        (["--lengths", "{tmp}/file", "--devices", "3"], "got 2 lines"),
-    ],
-)
-def test_input_that_is_refused_before_any_work(capsys, tmp_path, args, message):
-    (tmp_path / "folder.svg").mkdir()
-    (tmp_path / "file").write_text("12\n13 14\n")
-    assert run(simulate.main, *(arg.replace("{tmp}", str(tmp_path)) for arg in args)) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.strip().splitlines()
-    assert re.search(f"error: .*{message}", line), line
-
-
-def test_a_file_of_lengths_as_a_run(capsys, tmp_path):
-    path = tmp_path / "lengths.json"
-    path.write_text("[[900, 20], [], [64]]")
-    report = simulated(capsys, "--lengths", path, "--width", 64, "--heads", 4)
-    assert report["settings"]["topology"] == "1x3"
-    (mix,) = report["mixes"]
-    assert (mix["mix"], mix["source"], mix["tokens"], mix["longest"]) == ("lengths", "lengths.json", 984, 900)
-    assert [plan["bags"] for plan in mix["plans"]] == ["none", "g1n3", "g3n1", "auto"]
 
 
 def test_names_of_variants():

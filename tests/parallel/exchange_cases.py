@@ -111,11 +111,12 @@ class Program:
         size = self.capacity
         token_rows = (size.text + size.image) * HEADS
         route = expand_route(tables.image, size.image_route, rows_in=size.home_image, rows_out=size.image)
+        (group,) = tables.attention
         keys = expand_route(
-            tables.keys, size.key_route, rows_in=token_rows, rows_out=size.key_rows, num_heads=HEADS
+            group.keys, size.key_route, rows_in=token_rows, rows_out=size.key_rows, num_heads=HEADS
         )
         queries = expand_route(
-            tables.queries, size.query_route, rows_in=token_rows, rows_out=size.query_rows, num_heads=HEADS
+            group.queries, size.query_route, rows_in=token_rows, rows_out=size.query_rows, num_heads=HEADS
         )
         ints = {k: x for k, x in rows["image"].items() if not jnp.issubdtype(x.dtype, jnp.inexact)}
         floats = {k: x for k, x in rows["image"].items() if k not in ints}
@@ -213,8 +214,9 @@ def check(program: Program, plan: BalancePlan, seed: int = 0) -> None:
         if name == "one":
             ax, x = np.asarray(out["image"]["there"][name]), rows["image"][name]
             assert (ax.astype(np.float64) * w).sum() == (x * expected).sum(), "<Ax, w> = <x, A'w>"
+    (group,) = tables.attention
     for name in ("keys", "queries"):
-        table = tables.key_items if name == "keys" else tables.query_items
+        table = group.key_items if name == "keys" else group.query_items
         fields = table[table[:, :, 5] > 0][:, :5]
         items = attention_items(plan, fields, keys=name == "keys")
         moves = head_moves(plan, items, capacity.text)

@@ -133,8 +133,9 @@ def test_cuda_moves_the_rows_that_change_device_and_no_more(kind):
 
     # The program's arguments: q, k, v, cotangents, then the tables.
     number = {id(leaf): 4 + i for i, leaf in enumerate(jax.tree.leaves(tables))}
-    of_home = {number[id((tables.queries if divided else tables.keys).peers)]}
-    of_both = of_home | {number[id(tables.keys.peers)]}
+    (group,) = tables.attention
+    of_home = {number[id((group.queries if divided else group.keys).peers)]}
+    of_both = of_home | {number[id(group.keys.peers)]}
     for op, peers in zip(found, (of_both, of_home, of_home, of_both), strict=True):
         _, _, starts, sent, places, received = op.operands
         assert mlir.sources(sent) == mlir.sources(received) == peers
@@ -178,9 +179,10 @@ def test_routes_padded_otherwise_do_not_share_a_collective():
 
     def move(tables):
         tables = jax.tree.map(lambda x: x[0], tables)
+        (group,) = tables.attention
         routes = [
             expand_beside(
-                tables.queries, size.query_route, r, rows_in=rows_in, rows_out=size.query_rows, num_heads=3
+                group.queries, size.query_route, r, rows_in=rows_in, rows_out=size.query_rows, num_heads=3
             )
             for r in ((1,) * 3, (10**6,) * 3)
         ]

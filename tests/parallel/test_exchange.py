@@ -209,7 +209,7 @@ def route_of(plan, move):
         )
         return move(route, rows_in)
 
-    return jax.eval_shape(run, jax.tree.map(jnp.asarray, step_tables(layout, capacity).keys))
+    return jax.eval_shape(run, jax.tree.map(jnp.asarray, step_tables(layout, capacity).attention[0].keys))
 
 
 @pytest.mark.parametrize("extra", [(1,), (-1,), None])

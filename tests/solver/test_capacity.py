@@ -75,12 +75,13 @@ def test_needs_are_the_largest_over_devices():
     assert needs.text == max(map(len, placed_tokens(layout.plan, "text")))
     assert needs.image == max(map(len, placed_tokens(layout.plan, "image")))
     tables = step_tables(layout, needs)
-    for name, route in (
-        ("text", needs.text_route),
-        ("keys", needs.key_route),
-        ("queries", needs.query_route),
+    (group,) = tables.attention
+    for table, route in (
+        (tables.text, needs.text_route),
+        (group.keys, needs.key_route),
+        (group.queries, needs.query_route),
     ):
-        sent, received, _, _, round_to, _ = getattr(tables, name).peers.transpose(1, 0, 2)
+        sent, received, _, _, round_to, _ = table.peers.transpose(1, 0, 2)
         assert route.send == sent.sum(1).max()
         assert route.recv == received.sum(1).max()
         assert route.rounds == tuple(sent[round_to == r].max() for r in (1, 2, 3))

@@ -73,9 +73,9 @@ def test_the_capacity_is_that_of_the_largest_group():
     rows = [group.query_placement.rows_per_device.max() for group in layout.groups]
     assert needs.query_rows == max(rows) < step_needs(StepLayout(layout.plan, BLOCK)).query_rows
     tables = step_tables(layout, capacity_for([needs]))
-    (later,) = tables.later_groups
-    assert later.key_blocks.shape == tables.key_blocks.shape
-    assert later.keys.send_runs.shape == tables.keys.send_runs.shape
+    first, second = tables.attention
+    assert first.key_blocks.shape == second.key_blocks.shape
+    assert first.keys.send_runs.shape == second.keys.send_runs.shape
 
 
 def test_an_empty_plan_has_empty_groups():

@@ -40,9 +40,10 @@ def test_buffers_filled_by_the_tables_hold_the_definition(seed, num_devices):
         moves = [m[:4] for m in moves_of_tables(table, 1)]
         assert len(moves) == len(set(moves))
         assert set(moves) == token_moves(plan, stream)
-    routes = [(tables.keys, tables.key_items, True)]
-    if tables.queries is not None:
-        routes.append((tables.queries, tables.query_items, False))
+    (group,) = tables.attention
+    routes = [(group.keys, group.key_items, True)]
+    if group.queries is not None:
+        routes.append((group.queries, group.query_items, False))
     for table, items, keys in routes:
         moves = list(moves_of_tables(table, plan.num_heads))
         used = items[items[:, :, 5] > 0]
@@ -107,7 +108,8 @@ def test_tables_for_a_program_that_divides_items_of_a_plan_that_does_not():
     assert not whole.splits_items
     assert divided.splits_items
     tables = step_tables(whole, capacity_for([step_needs(whole), step_needs(divided)]))
-    queries, keys = moves_of_tables(tables.queries, 3), moves_of_tables(tables.keys, 3)
+    (group,) = tables.attention
+    queries, keys = moves_of_tables(group.queries, 3), moves_of_tables(group.keys, 3)
     assert set(queries) == set(keys)
 
 
