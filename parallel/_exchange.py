@@ -31,6 +31,7 @@ from jaxtyping import Array, Int
 from parallel._routes import AxisName, Route, Side
 
 _Routes = Sequence[Route]
+_Places = tuple[Int[Array, " rows"], Int[Array, "sums copies"]]  # `from_...` and `sums_...` of a side
 _Ends = tuple[Side, Side]  # near and far: rows leave one and arrive at the other
 
 
@@ -108,13 +109,11 @@ def _padded_move(
 ) -> list[Array]:
     buffers = [_take(x, near.to_padded) for x, (near, _) in zip(rows, ends, strict=True)]
     received = _padded_send(routes, axis_name, transpose, buffers)
-    indices = [far.from_padded for _, far in ends]
-    return [_arrived(*move, transpose) for move in zip(rows, received, indices, strict=True)]
+    places = [(far.from_padded, far.sums_padded) for _, far in ends]
+    return [_arrived(*move) for move in zip(rows, received, places, strict=True)]
 
 
-def _ragged_move(
-    axis_name: AxisName, transpose: bool, ends: list[_Ends], rows: Sequence[Array]
-) -> list[Array]:
+def _ragged_move(axis_name: AxisName, ends: list[_Ends], rows: Sequence[Array]) -> list[Array]:
     near_buffers = _Packed.of(rows, (near.to_ragged.shape[0] for near, _ in ends))
     far_buffers = _Packed.of(rows, (far.to_ragged.shape[0] for _, far in ends))
 
@@ -134,26 +133,33 @@ def _ragged_move(
         of_peers((far.sizes for _, far in ends), far_buffers, are_places=False),
         axis_name=axis_name,
     )
-    indices = [far.from_ragged for _, far in ends]
-    return [
-        _arrived(*move, transpose) for move in zip(rows, far_buffers.split(received), indices, strict=True)
-    ]
+    places = [(far.from_ragged, far.sums_ragged) for _, far in ends]
+    return [_arrived(*move) for move in zip(rows, far_buffers.split(received), places, strict=True)]
 
 
-def _arrived(stayed: Array, received: Array, index: Int[Array, "rows copies"], transpose: bool) -> Array:
-    return _collect(jnp.concatenate([stayed, received]), index, transpose)
+def _arrived(stayed: Array, received: Array, places: _Places) -> Array:
+    """The rows of the far layout."""
+    index, sums = places
+    parts = [stayed, received]
+    if sums.shape[0]:
+        in_buffer = jnp.where(sums < stayed.shape[0], received.shape[0], sums - stayed.shape[0])
+        parts.append((_added_up(stayed, sums) + _added_up(received, in_buffer)).astype(stayed.dtype))
+    return _take(jnp.concatenate(parts), index)
 
 
-def _collect(pool: Array, index: Int[Array, "rows copies"], total: bool) -> Array:
-    """One row of `pool` for each row of the far layout, or the sum of all its copies."""
-    if not total:
-        return _take(pool, index[:, 0])
-    if index.shape[1] == 1:
-        return _take(pool, index[:, 0])
-    # Many copies in half precision: each rounding would stay in the total.
-    wide = jnp.promote_types(pool.dtype, jnp.float32)
-    copies = (_take(pool, index[:, c]).astype(wide) for c in range(1, index.shape[1]))
-    return sum(copies, _take(pool, index[:, 0]).astype(wide)).astype(pool.dtype)
+def _kept(rows: Array, far: Side) -> Array:
+    """The rows of the far layout, on the only device there is."""
+    if not far.sums_ragged.shape[0]:
+        return _take(rows, far.from_ragged)
+    nothing = jnp.zeros((far.to_ragged.shape[0], rows.shape[1]), rows.dtype)
+    return _arrived(rows, nothing, (far.from_ragged, far.sums_ragged))
+
+
+def _added_up(rows: Array, index: Int[Array, "sums copies"]) -> Array:
+    # In half precision the rounding of each copy would stay in the total.
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    copies = (_take(rows, index[:, c]).astype(wide) for c in range(index.shape[1]))
+    return sum(copies, jnp.zeros((), wide))
 
 
 def _move(axis_name: AxisName, routes: _Routes, rows: Sequence[Array], *, transpose: bool) -> list[Array]:
@@ -166,9 +172,9 @@ def _move(axis_name: AxisName, routes: _Routes, rows: Sequence[Array], *, transp
     if not travel:
         return out
     routes, ends, rows = [routes[i] for i in travel], [ends[i] for i in travel], [rows[i] for i in travel]
-    ragged = partial(_ragged_move, axis_name, transpose)
+    ragged = partial(_ragged_move, axis_name)
     if routes[0].padding.num_peers == 1:
-        moved = [_collect(x, far.from_ragged, transpose) for x, (_, far) in zip(rows, ends, strict=True)]
+        moved = [_kept(x, far) for x, (_, far) in zip(rows, ends, strict=True)]
     elif not routes[0].padding.rounds:
         moved = ragged(ends, rows)
     else:

@@ -33,6 +33,7 @@ class RouteCapacity:
             devices deciding; empty in programs for platforms whose collective is ragged.
         send_runs, recv_runs, stay_runs: table lengths.
         copies: the most copies made of a row.
+        copied: rows of which there is another copy than the first, and once more for each further one.
     """
 
     send: int
@@ -42,6 +43,7 @@ class RouteCapacity:
     recv_runs: int
     stay_runs: int
     copies: int
+    copied: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,8 @@ _ENOUGH_TO_TELL = 8
 _SPREAD_HEADROOM = 0.5
 # What a program has one of; everything else grows.
 _FIXED = ("num_devices", "num_heads", "block", "head_groups")
-_STREAMS = ("home_text", "home_image", "text", "image")
+# Of these none is as good as no step needs any.
+_MAY_BE_NONE = ("home_text", "home_image", "text", "image", "copied")
 _ALIGNMENT = {"text": TOKEN_ALIGNMENT, "image": TOKEN_ALIGNMENT}
 
 
@@ -214,8 +217,8 @@ def check_same_program(caller: str, a: StepCapacity, b: StepCapacity) -> None:
 
 
 def _bucketed(name: str, want: int, owner: Any) -> int:
-    if not want and name in _STREAMS:
-        return 0  # a stream that no step has takes no rows
+    if not want and name in _MAY_BE_NONE:
+        return 0
     return bucket(want, headroom=_HEADROOM.get(name, _DEFAULT_HEADROOM), alignment=_alignment(name, owner))
 
 
@@ -279,6 +282,8 @@ def route_needs(route: Route, *, padded: bool) -> RouteCapacity:
     if padded:
         rounds = tuple(rows_of_rounds(sent, round_of_pair(route.num_devices))[1:].tolist())
     leaves = route.source != route.target
+    later = route.copy > 0
+    copied = np.bincount(route.source[later], weights=(route.heads * route.length)[later], minlength=1)
 
     def count(device: NDArray[np.int64], mask: NDArray[np.bool_]) -> int:
         return int(np.bincount(device[mask], minlength=1).max(initial=0))
@@ -291,6 +296,7 @@ def route_needs(route: Route, *, padded: bool) -> RouteCapacity:
         recv_runs=count(route.target, leaves),
         stay_runs=count(route.source, ~leaves),
         copies=int(route.copy.max(initial=0)) + 1,
+        copied=int(copied.max()),
     )
 
 

@@ -172,7 +172,9 @@ def roomy_capacity(num_heads: int, block: int, head_groups: int = 1) -> StepCapa
     parts = MOST_SEQUENCES * (MOST_PARTS + 1) * MOST_BOXES  # a part with text and image is two
 
     def route(size: int, runs: int, copies: int) -> RouteCapacity:
-        return RouteCapacity(size, size, (size,) * (DEVICES - 1), runs, runs, runs, copies)
+        return RouteCapacity(
+            size, size, (size,) * (DEVICES - 1), runs, runs, runs, copies, (copies - 1) * num_heads * tokens
+        )
 
     return StepCapacity(
         num_devices=DEVICES,

@@ -114,7 +114,7 @@ def test_tables_for_a_program_that_divides_items_of_a_plan_that_does_not():
 
 
 SIZES = ("sequences", "home_text", "home_image", "text", "image", "query_rows", "key_rows", "items")
-ROUTE_SIZES = ("send", "recv", "send_runs", "recv_runs", "stay_runs", "copies")
+ROUTE_SIZES = ("send", "recv", "send_runs", "recv_runs", "stay_runs", "copies", "copied")
 
 
 @pytest.mark.parametrize("name", SIZES)
