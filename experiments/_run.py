@@ -91,6 +91,11 @@ def make_planner(
             f"train.head_groups must be in [1, {settings.model.num_heads}], the model's heads; got"
             f" head_groups={settings.head_groups}. Take 1 or 2."
         )
+    if settings.max_rows is not None and (settings.bags != "auto" or not settings.max_rows >= 1):
+        raise UserError(
+            "train.max_rows must be at least 1, the mean, and goes with train.bags='auto'; got"
+            f" max_rows={settings.max_rows} and bags={settings.bags!r}. 1.5 suits most mixes."
+        )
     return Planner(
         num_devices=num_devices,
         num_heads=settings.model.num_heads,
@@ -98,6 +103,7 @@ def make_planner(
         cost=cost,
         topology=topology,
         links=links,
+        max_rows=settings.max_rows,
         block=settings.block,
         head_groups=settings.head_groups,
         padded=padded,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments._program import UserError, log_to_stderr, run_program, seed
+from experiments._program import UserError, log_to_stderr, run_program, seed, write_report
 
 if TYPE_CHECKING:
     from experiments._simulate_batches import Workload
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _ALL = "all"
 _DEVICES_PER_MACHINE = 8
+_SLOWEST = 1e6  # FLOP a second
 _MOST_STEPS = 1000
 
 
@@ -91,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
         from experiments._simulate_figure import save_figure
 
         save_figure(args.figure, report)
-    sys.stdout.write(json.dumps(report, indent=1) + "\n" if args.json else report_markdown(report))
+    write_report(json.dumps(report, indent=1) + "\n" if args.json else report_markdown(report))
     return 0
 
 
@@ -110,6 +111,10 @@ def _check_output(args: argparse.Namespace) -> None:
         if path.is_dir():
             raise UserError(f"{option} is a file to write; {path} is a folder. Name a file in it.")
         check_writable(path.parent, option=option)
+    if args.plot is not None and args.figure is not None and args.plot.resolve() == args.figure.resolve():
+        raise UserError(
+            f"--plot and --figure are two files; got {args.plot} for both. Choose another --figure."
+        )
     if args.plot is not None and args.mix == _ALL:
         raise UserError("--plot draws one batch; got --mix all. Name one mix.")
 
@@ -161,8 +166,10 @@ def _model(args: argparse.Namespace, num_devices: int) -> "StepModel":
         )
     peak = gpu.flop_speed("bf16")
     flops_per_s = peak * REACHED if args.tflops is None else args.tflops * 1e12
-    if not 0 < flops_per_s <= peak:
-        raise UserError(f"--tflops must be above 0 and at most the peak, {peak / 1e12:g}; got {args.tflops}.")
+    if not _SLOWEST <= flops_per_s <= peak:
+        raise UserError(
+            f"--tflops must be at least {_SLOWEST / 1e12:g} and at most the peak, {peak / 1e12:g}; got {args.tflops}."
+        )
     model = StepModel(shape, gpu, machines, flops_per_s, args.gamma, remat=args.remat == "full")
     with checking("--width, --gamma"):
         assert model.cost
