@@ -70,7 +70,7 @@ def integers(
     """
     if isinstance(values, np.ma.MaskedArray):
         raise ValueError(f"{caller}: {name} has no mask; got a masked array. Give its compressed().")
-    if isinstance(values, list | tuple) and any(isinstance(value, bool | np.bool_) for value in values):
+    if isinstance(values, list | tuple) and {bool, np.bool_} & set(map(type, values)):
         raise ValueError(f"{caller}: {name} are integers; got a bool. Convert them, rounding as you mean.")
     try:
         array = np.asarray(values)

@@ -24,7 +24,7 @@ from experiments._calibrate_settings import (
 from experiments._calibration import BlockShape, load_calibration
 from experiments._config import UserError, load_config, run_program
 from experiments._platform import make_mesh
-from experiments._run import default_links, make_planner
+from experiments._run_planner import default_links, make_planner
 from experiments._workdir import checked_settings
 from solver import CostModel, Links, balance
 from tests.experiments._program_cases import TINY
