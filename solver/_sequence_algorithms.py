@@ -1,7 +1,5 @@
 """Timelines of a layer: Ulysses and ring in one exchange, in groups of heads, and Torus attention."""
 
-import math
-
 from solver._sequence_hardware import SequenceHardware
 from solver._sequence_layer import OTHER_FLOPS, QKV_FLOPS, Layer, Piece, SequenceMesh, SequenceShape
 from solver._sequence_timeline import TimelineBuilder, TimelineEvent
@@ -16,17 +14,20 @@ def mesh_timeline(layer: Layer, head_groups: int = 1) -> tuple[TimelineEvent, ..
     """
     sizes = _group_sizes(layer.heads, head_groups)
     before = layer.linear("q, k, v", QKV_FLOPS)
-    there = []
+    begun = [before, *layer.barrier("begin", [before])]
+    there: list[list[int]] = []
     for index, heads in enumerate(sizes):
         tensors = 3 * _exchanged(layer, heads)
-        there.append(layer.exchange(f"Ulysses: q, k, v{_of(index, sizes)}", tensors, [before]))
-    ends, back = [before], []
+        there.append(layer.exchange(f"Ulysses: q, k, v{_of(index, sizes)}", tensors, begun))
+    ended: list[int] = []
+    back: list[list[int]] = []
     for index, heads in enumerate(sizes):
         piece = Piece(f"attention{_of(index, sizes)}", layer.rows, layer.rows, heads)
         beside = [*(there[index + 1] if index + 1 < len(sizes) else ()), *(back[-1] if back else ())]
-        ends.append(layer.ring(piece, [before, *there[index]], beside))
-        back.append(layer.exchange(f"Ulysses: o{_of(index, sizes)}", _exchanged(layer, heads), [ends[-1]]))
-    layer.linear("other linear layers", OTHER_FLOPS, [*ends, *(event for sent in back for event in sent)])
+        last = layer.ring(piece, [*begun, *there[index]], beside)
+        back.append(layer.exchange(f"Ulysses: o{_of(index, sizes)}", _exchanged(layer, heads), [last]))
+        ended += [last, *back[-1]]
+    layer.linear("other linear layers", OTHER_FLOPS, [*ended, *layer.barrier("end", ended)])
     return tuple(layer.timeline.events)
 
 
@@ -44,10 +45,10 @@ def _exchanged(layer: Layer, heads: int) -> float:
 
 
 def torus_timeline(layer: Layer) -> tuple[TimelineEvent, ...]:
-    """Torus attention over all machines (the order is that of shared/ALGORITHMS.md, section 2).
+    """Torus attention over all machines of the mesh, whose rings lie inside them.
 
-    Machine t's own parts never move. It pulls the queries of the others, attending each to its own keys, then their keys,
-    to which all queries attend, and pushes outputs while it finishes its own. What is pulled first goes through
+    Machine t's own parts never move. It pulls the queries of the others, attending each to its own keys, then their
+    keys, to which all queries attend, and pushes outputs while it finishes its own. What is pulled first goes through
     the rest of the Ulysses degree, and keys go round the ring inside the machine at each attention.
     """
     before = layer.linear("q, k, v", QKV_FLOPS)
@@ -68,14 +69,8 @@ class _Torus:
         self.part_bytes = _exchanged(layer, layer.heads) / self.machines
         # Attention so far, ended last; puts and gets wait for all devices to have begun the layer.
         self.attended = before
-        self.begun = [before, *self._barrier("begin", [before])]
-        self.here = [before, *layer.scatter("own q, k, v", 3 * self.part_bytes, [before])]
-
-    def _barrier(self, name: str, after: list[int]) -> list[int]:
-        if not self.layer.one_sided:
-            return []
-        seconds = self.layer.hardware.across.one_sided_s
-        return [self.layer.timeline.add("across", f"barrier: {name}", seconds, after)]
+        self.begun = [before, *layer.barrier("begin", [before])]
+        self.here = [*self.begun, *layer.scatter("own q, k, v", 3 * self.part_bytes, self.begun)]
 
     def _pull(self, name: str, tensors: int, *, spare: bool) -> list[int]:
         """Two-sided pulls start with the attention they run under; a get only waits for a free buffer."""
@@ -114,7 +109,7 @@ class _Torus:
         self._attend("attention: own q to the last k, v", 1, pushed, merges=True)
         own = layer.scatter("gather own o", self.part_bytes, [self.attended])
         ended = [self.attended, *pushed, *own]
-        return [*ended, *self._barrier("end", ended)]
+        return [*ended, *layer.barrier("end", ended)]
 
 
 def layer_timeline(
@@ -130,8 +125,3 @@ def layer_timeline(
     timeline = TimelineBuilder(taken=0.0 if one_sided else hardware.taken)
     layer = Layer(topology, shape, mesh, hardware, one_sided, timeline)
     return torus_timeline(layer) if head_groups is None else mesh_timeline(layer, head_groups)
-
-
-def timeline_seconds(timeline: tuple[TimelineEvent, ...]) -> float:
-    """When the last event ends."""
-    return max((event.stop_s for event in timeline), default=math.nan)

@@ -145,14 +145,14 @@ def _check_seconds(owner: Link | SequenceHardware, names: tuple[str, ...]) -> No
 
 
 # Sources. 312 TFLOP/s, 108 SMs, 2.039 TB/s, 300 GB/s of NVLink each way: NVIDIA's data sheet of A100 80 GB SXM.
-# 400 Gb/s is what a machine has, not a GPU: Amazon's p4d and p4de, machines of 8 A100 with 400 Gb/s in all, four
-# adapters of 100 Gb/s. Attention: FlashAttention-2 (arXiv 2307.08691) reports up to 73 % of A100's peak at head_dim 128
-# and about 60 % at 64, which 0.9 D / (D + 32) gives. Linear layers: 57 % of peak was published for whole training steps
-# of transformers on A100 (arXiv 2205.05198); 0.6 without their communication. NCCL on p4d (NVIDIA/nccl issue 527):
-# all-reduce, which is a ring, moves 231 GB/s in a machine, 31.8 and 29.6 GB/s between 3 and 4 machines. No public figure of
-# all-to-all over this network was found: 0.8 is an assumption, of it and of puts and gets. 20 SMs: what
-# DeepSeek-V3 (arXiv 2412.19437) gives to communication. Latencies: NVLink and adapters of this kind need some microseconds,
-# libfabric's adapters 15-20 us, an NCCL call 10-20 us more.
+# 400 Gb/s is what a machine has, not a GPU: as in Amazon's p4d and p4de, 8 A100 with four adapters of 100 Gb/s.
+# Attention: FlashAttention-2 (arXiv 2307.08691) reports up to 73 % of A100's peak at head_dim 128 and about 60 % at 64,
+# which 0.9 D / (D + 32) gives. Linear layers: whole training steps on A100 reach up to 57 % of the peak
+# (arXiv 2205.05198), communication included; 60 % without it. NCCL on p4d (issue 527 of NVIDIA/nccl): all-reduce, a
+# ring, moves 231 GB/s in a machine, 31.8 GB/s between 3 and 29.6 between 4. No public figure of all-to-all, puts or
+# gets over this network was found: 0.8 is an assumption. 20 SMs are what DeepSeek-V3 (arXiv 2412.19437) gives to
+# communication. Latencies are of the published order: NVLink some microseconds, adapters behind libfabric 15-20, an
+# NCCL call 10-20 more.
 A100_MACHINE = SequenceHardware(
     flops_per_s=312e12,
     linear=0.6,
@@ -165,10 +165,10 @@ A100_MACHINE = SequenceHardware(
     across=Link(50e9, 8, 0.8, 0.6, 0.8, 40e-6, 20e-6, 2e-6),
 )
 
-# 989.4 TFLOP/s, 132 SMs, 3.35 TB/s, 450 GB/s of NVLink: NVIDIA's data sheet of H100 SXM; 400 Gb/s for each GPU, as in its
-# DGX H100. Attention: FlashAttention-3 (arXiv 2407.08608) reports 648 TFLOP/s at head_dim 128 and 497 at 64, non-causal, 16k
-# tokens: 0.93 D / (D + 55). Linear layers as this package takes them elsewhere. Links reach what A100's do, but over
-# InfiniBand rings reach as much as all-to-all, and latencies are a third.
+# 989.4 TFLOP/s, 132 SMs, 3.35 TB/s, 450 GB/s of NVLink: NVIDIA's data sheet of H100 SXM. 400 Gb/s for each GPU, as in
+# its DGX H100. Attention: FlashAttention-3 (arXiv 2407.08608) reports 648 TFLOP/s at head_dim 128 and 497 at 64, long
+# and non-causal: 0.93 D / (D + 55). Linear layers at 400 TFLOP/s, as `Links` has them. Of its links it reaches what an
+# A100 does, but over InfiniBand rings as much as all-to-all, and in a half to a third of the latency.
 H100_MACHINE = SequenceHardware(
     flops_per_s=989.4e12,
     linear=400 / 989.4,

@@ -149,6 +149,15 @@ class Layer:
             return link.one_sided
         return link.one_peer if peers == 1 else link.all_to_all
 
+    def barrier(self, name: str, after: Iterable[int]) -> list[int]:
+        """All devices meet, which puts and gets need at both ends of a layer; two-sided calls meet by themselves."""
+        if not self.one_sided or self.mesh.num_devices == 1:
+            return []
+        alone = self.topology.num_machines == 1
+        lane: Lane = "inside" if alone else "across"
+        link = self.hardware.inside if alone else self.hardware.across
+        return [self.timeline.add(lane, f"barrier: {name}", link.one_sided_s, after)]
+
     def exchange(self, name: str, tensor_bytes: float, after: Iterable[int]) -> list[int]:
         """All-to-all over the whole Ulysses degree of so many bytes a device, its share to itself included."""
         mesh, after = self.mesh, tuple(after)

@@ -1,11 +1,10 @@
-"""Who is busy when: events of one layer on a device's three lanes, each starting when its lane and its causes are done."""
+"""Who is busy when: events of a layer on a device's three lanes, each begun when its lane and its causes are done."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 Lane = Literal["compute", "inside", "across"]
-LANES: tuple[Lane, ...] = ("compute", "inside", "across")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +55,3 @@ class TimelineBuilder:
         """Seconds of compute that runs beside transfers: slower while they last, by the processors they take."""
         lasting = sum(self.events[index].stop_s - self.events[index].start_s for index in transfers)
         return min(seconds + self.taken * lasting, seconds / (1 - self.taken))
-
-    @property
-    def end_s(self) -> float:
-        """When the last event ends."""
-        return max((event.stop_s for event in self.events), default=0.0)
