@@ -64,6 +64,7 @@ class SequenceHardware:
         launch_s: seconds of a kernel besides its work.
         inside, across: links between devices of a machine, and between machines.
         one_sided: whether puts and gets are at hand.
+        ring_overlaps: whether two-sided ring steps run under attention, and not after it.
         element_bytes: of an element of q, k, v and o.
 
     Raises:
@@ -83,10 +84,11 @@ class SequenceHardware:
     tile_rows: int = 128
     launch_s: float = 5e-6
     one_sided: bool = False
+    ring_overlaps: bool = True
     element_bytes: int = 2
 
     def __post_init__(self) -> None:
-        links = ("inside", "across", "one_sided")
+        links = ("inside", "across", "one_sided", "ring_overlaps")
         names = tuple(f.name for f in fields(self) if f.name not in links)
         _check_positive(self, tuple(name for name in names if name not in _MAY_BE_ZERO))
         _check_shares(self, ("linear", "attention"))

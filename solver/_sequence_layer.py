@@ -183,11 +183,12 @@ class Layer:
         degree = self.mesh.ring_degree
         held, last, beside = list(after), -1, tuple(beside)
         for step in range(degree):
-            waits = held if last < 0 else [*held, last]
-            sent = self._pass_on(piece, waits) if step < degree - 1 else []
+            waits, sent, passes = held if last < 0 else [*held, last], [], step < degree - 1
+            if passes and (self.hardware.ring_overlaps or self.one_sided):
+                sent = self._pass_on(piece, waits)
             part = replace(piece, name=f"{piece.name}, step {step + 1}") if degree > 1 else piece
             last = self.attend(replace(part, merges=piece.merges or step > 0), held, (*beside, *sent[:1]))
-            held = sent
+            held = sent or (self._pass_on(piece, [last]) if passes else [])
         return last
 
     def _pass_on(self, piece: Piece, after: Iterable[int]) -> list[int]:
