@@ -180,15 +180,16 @@ class Layer:
         A step's transfer goes into the buffer that the step before last has read, and both sides start it together: it
         waits for that attention and for the transfer before.
         """
-        degree = self.mesh.ring_degree
-        held, last, beside = list(after), -1, tuple(beside)
+        degree, beside = self.mesh.ring_degree, tuple(beside)
+        overlaps = self.hardware.ring_overlaps or self.one_sided
+        held, last = list(after), -1
         for step in range(degree):
-            waits, sent, passes = held if last < 0 else [*held, last], [], step < degree - 1
-            if passes and (self.hardware.ring_overlaps or self.one_sided):
-                sent = self._pass_on(piece, waits)
+            passes = step < degree - 1
+            waits = held if last < 0 else [*held, last]
+            sent = self._pass_on(piece, waits) if passes and overlaps else []
             part = replace(piece, name=f"{piece.name}, step {step + 1}") if degree > 1 else piece
             last = self.attend(replace(part, merges=piece.merges or step > 0), held, (*beside, *sent[:1]))
-            held = sent or (self._pass_on(piece, [last]) if passes else [])
+            held = self._pass_on(piece, [last]) if passes and not overlaps else sent
         return last
 
     def _pass_on(self, piece: Piece, after: Iterable[int]) -> list[int]:
