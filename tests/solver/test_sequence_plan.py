@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from solver import (
@@ -213,6 +213,7 @@ CASES = st.tuples(
 HARDWARE = st.sampled_from([A100_MACHINE, H100_MACHINE])
 
 
+@settings(max_examples=60, deadline=None)
 @given(CASES, HARDWARE, st.booleans(), st.booleans())
 def test_never_slower_than_usp_and_timelines_are_sound(case, hardware, one_sided, cfg):
     hardware = replace(hardware, one_sided=one_sided)
@@ -228,6 +229,7 @@ def test_never_slower_than_usp_and_timelines_are_sound(case, hardware, one_sided
         assert best.across_bytes == 0
 
 
+@settings(max_examples=60, deadline=None)
 @given(CASES, HARDWARE, st.sampled_from(["inside", "across"]), st.floats(1, 100))
 def test_more_bandwidth_is_never_slower(case, hardware, name, factor):
     hardware = replace(hardware, one_sided=True)
