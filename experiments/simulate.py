@@ -1,7 +1,9 @@
 """Plans of mixed batches side by side, without an accelerator: `python -m experiments.simulate --mix joint`.
 
 Draws batches, plans them with every equal bag spec and freely, and says what each device would hold, compute and send.
-Times of GPUs are modelled, never measured. Prints tables, or JSON, on stdout; logs go to stderr.
+With `--sampling`, one long sequence on several machines instead: published speed-ups of sequence parallelism beside
+modelled ones, and the planner's choices. Times of GPUs are modelled, never measured. Prints tables, or JSON, on stdout;
+logs go to stderr.
 """
 
 import argparse
@@ -36,6 +38,9 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument(
         "--text", action="store_true", help="balance text and image tokens apart, as training does"
     )
+    data.add_argument(
+        "--sampling", action="store_true", help="sampling on several machines; with --json and --figure alone"
+    )
     plans = parser.add_argument_group("plans")
     plans.add_argument(
         "--bags", default="auto", help="what to mark and draw: none, auto, full or bags such as g8n4"
@@ -58,7 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    out.add_argument("--figure", type=Path, metavar="PATH", help="modelled steps as bars, .svg or .png")
+    out.add_argument(
+        "--figure", type=Path, metavar="PATH", help="modelled steps as bars, or layers as lanes, .svg or .png"
+    )
     out.add_argument(
         "--plot", type=Path, metavar="PATH", help="the plan of the first batch, .svg, .png or .html"
     )
@@ -70,6 +77,8 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     log_to_stderr()
     _check_output(args)
+    if args.sampling:
+        return _sampling(args)
     workloads = _workloads(args)
     model = _model(args, workloads[0].num_devices)
     from experiments._simulate_run import check_plannable, compare, variant, variants_for
@@ -93,6 +102,23 @@ def main(argv: Sequence[str]) -> int:
 
         save_figure(args.figure, report)
     write_report(json.dumps(report, indent=1) + "\n" if args.json else report_markdown(report))
+    return 0
+
+
+def _sampling(args: argparse.Namespace) -> int:
+    """Report on sampling; its workloads and GPUs are the published ones, so that other options have no meaning."""
+    for name, default in vars(_parser().parse_args([])).items():
+        if name not in ("sampling", "json", "figure") and getattr(args, name) != default:
+            raise UserError(f"--sampling takes --json and --figure alone; got --{name} too. Leave one out.")
+    from experiments._simulate_sampling import FIGURE_HARDWARE, FIGURE_WORKLOAD, build_sampling_report
+    from experiments._simulate_sampling_text import sampling_markdown
+
+    report = build_sampling_report()
+    if args.figure is not None:
+        from experiments._simulate_timeline_figure import save_timelines
+
+        save_timelines(args.figure, FIGURE_WORKLOAD, FIGURE_HARDWARE)
+    sys.stdout.write(json.dumps(report, indent=1) + "\n" if args.json else sampling_markdown(report))
     return 0
 
 
