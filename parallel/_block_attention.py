@@ -47,7 +47,7 @@ class BlockMask(NamedTuple):
 
 @runtime_checkable
 class BlockAttention(Protocol):
-    """Attention of a block of queries (b, l_q, h, d) over a block of keys and values (b, l_k, h_kv, d), and its gradient.
+    """Attention of a block of queries (b, l_q, h, d) over one of keys and values (b, l_k, h_kv, d), and its gradient.
 
     Heads of keys divide those of queries: query head i reads key head i // (h / h_kv). An implementation is hashable,
     since it is a static argument. What is not finite in one segment must not reach another.

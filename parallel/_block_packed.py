@@ -40,7 +40,9 @@ class PackedBlockAttention:
         segments = _segments(q.shape, k.shape, mask, self.block)
         rows = self._query_rows(q, k), self._key_rows(k), self._key_rows(v)
         out, lse = self.kernel.forward(*rows, segments, scale)
-        return Partial(_query_tokens(out, q.shape, k.shape), _query_tokens(lse[:, None], q.shape, k.shape)[..., 0])
+        return Partial(
+            _query_tokens(out, q.shape, k.shape), _query_tokens(lse[:, None], q.shape, k.shape)[..., 0]
+        )
 
     def backward(
         self,
@@ -101,7 +103,9 @@ def _query_tokens(rows: Array, shape: tuple[int, ...], kv_shape: tuple[int, ...]
     kv_heads, dim = kv_shape[2], rows.shape[-1]
     group = heads // kv_heads
     rows = rows.reshape(b * kv_heads, -1, dim)[:, : group * length]
-    return rows.reshape(b, kv_heads, group, length, dim).transpose(0, 3, 1, 2, 4).reshape(b, length, heads, dim)
+    return (
+        rows.reshape(b, kv_heads, group, length, dim).transpose(0, 3, 1, 2, 4).reshape(b, length, heads, dim)
+    )
 
 
 def _key_tokens(rows: Array, shape: tuple[int, ...]) -> Array:

@@ -167,7 +167,10 @@ def _guarded(keys: _KeyBlocks, mask: BlockMask) -> tuple[_KeyBlocks, Array | Non
         return keys, None
     bad = ~(jnp.isfinite(keys.k) & jnp.isfinite(keys.v)).all(-1)
     keys = keys._replace(
-        **{name: jnp.where(bad[..., None], 0.0, x).astype(x.dtype) for name, x in (("k", keys.k), ("v", keys.v))}
+        **{
+            name: jnp.where(bad[..., None], 0.0, x).astype(x.dtype)
+            for name, x in (("k", keys.k), ("v", keys.v))
+        }
     )
     return keys, bad
 
