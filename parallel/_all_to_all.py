@@ -61,10 +61,7 @@ class HeadSplit:
     def cut(self, parts: int) -> list[tuple[slice, slice]]:
         """A device's query and key heads in parts that can be computed one after another."""
         edges = [i * self.kv_loc // parts for i in range(parts + 1)]
-        return [
-            (slice(a * self.group, b * self.group), slice(a, b))
-            for a, b in itertools.pairwise(edges)
-        ]
+        return [(slice(a * self.group, b * self.group), slice(a, b)) for a, b in itertools.pairwise(edges)]
 
 
 def _filled(x: Array, heads: int) -> Array:

@@ -73,7 +73,7 @@ def check_inputs(
     *,
     segment_ids: SegmentIds | None,
     text: ReplicatedText | None,
-    scale: float | None,
+    scale: Any,
 ) -> Inputs:
     """The arguments of function `name`, checked.
 

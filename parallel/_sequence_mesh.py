@@ -75,10 +75,13 @@ def sequence_mesh(
     _check_arguments(devices, ulysses_degree, ring_degree, placement)
     grid = _by_machine(devices, devices_per_machine)
     sizes = _sizes(grid.shape, ulysses_degree, ring_degree, placement)
-    across, inside = (sizes.data_across, sizes.ulysses_across, sizes.ring_across), (
-        sizes.data_inside,
-        sizes.ulysses_inside,
-        sizes.ring_inside,
+    across, inside = (
+        (sizes.data_across, sizes.ulysses_across, sizes.ring_across),
+        (
+            sizes.data_inside,
+            sizes.ulysses_inside,
+            sizes.ring_inside,
+        ),
     )
     # Data outermost, then across machines, then inside.
     ordered = grid.reshape(*across, *inside).transpose(0, 3, 1, 2, 4, 5)

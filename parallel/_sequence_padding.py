@@ -86,4 +86,6 @@ def _check_degree(degree: Any) -> None:
     if not isinstance(degree, (int, np.integer)) or isinstance(degree, bool):
         raise TypeError(f"pad_sequence: degree is an integer; got {type(degree).__name__}.")
     if degree < 1:
-        raise ValueError(f"pad_sequence: degree is at least 1; got degree={degree}. Give the devices of a sequence.")
+        raise ValueError(
+            f"pad_sequence: degree is at least 1; got degree={degree}. Give the devices of a sequence."
+        )

@@ -41,7 +41,9 @@ def joint_attention(
     l_k, length = k.shape[1], 0
     q_ids, k_ids = (np.ones((b, l_q)), np.ones((b, l_k))) if ids is None else map(np.asarray, ids)
     if text is not None:
-        q, k, v = (np.concatenate([np.asarray(t, np.float64), x], 1) for t, x in zip(text, (q, k, v), strict=True))
+        q, k, v = (
+            np.concatenate([np.asarray(t, np.float64), x], 1) for t, x in zip(text, (q, k, v), strict=True)
+        )
         d_out = np.concatenate([np.asarray(d_text, np.float64), d_out], 1)
         length = q.shape[1] - l_q
         of_text = np.ones((b, length)) if text_ids is None else np.asarray(text_ids)
@@ -57,7 +59,10 @@ def joint_attention(
             of_head = q[n, :, h], k[n, :, h // group], v[n, :, h // group]
             out[n, :, h], lse[n, :, h], weights = _softmax(*of_head, mask, scale)
             for total, part, head in zip(
-                grads, _gradients(*of_head, weights, d_out[n, :, h], scale), (h, h // group, h // group), strict=True
+                grads,
+                _gradients(*of_head, weights, d_out[n, :, h], scale),
+                (h, h // group, h // group),
+                strict=True,
             ):
                 total[n, :, head] += part
     if text is None:

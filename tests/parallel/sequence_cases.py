@@ -48,7 +48,9 @@ class Case:
 def mesh_of(**axes: int) -> jax.sharding.Mesh:
     """The first devices, along the given axes."""
     num = math.prod(axes.values())
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), devices=jax.devices()[:num])
+    return jax.make_mesh(
+        tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), devices=jax.devices()[:num]
+    )
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,9 @@ def program(attention: Callable[..., Any], mesh: jax.sharding.Mesh, axes: Any, c
     return run
 
 
-def results(attention: Callable[..., Any], mesh: Any, axes: Any, case: Case, arrays: Arrays) -> tuple[Any, ...]:
+def results(
+    attention: Callable[..., Any], mesh: Any, axes: Any, case: Case, arrays: Arrays
+) -> tuple[Any, ...]:
     """Output, text output, and gradients of q, k, v and of the text's."""
     run = program(attention, mesh, axes, case)
     args = [jax.tree.map(jnp.asarray, x) for x in (arrays.qkv, arrays.d_out, arrays.ids, arrays.text)]
@@ -165,7 +169,9 @@ def check_poison(attention: Callable[..., Any], mesh: Any, axes: Any, case: Case
 
     q, k, v = arrays.qkv
     poisoned = replace(
-        arrays, qkv=(poison(q, q_ids), poison(k, kv_ids), poison(v, kv_ids)), d_out=poison(arrays.d_out, q_ids)
+        arrays,
+        qkv=(poison(q, q_ids), poison(k, kv_ids), poison(v, kv_ids)),
+        d_out=poison(arrays.d_out, q_ids),
     )
     of_rows = [q_ids, None, q_ids, kv_ids, kv_ids]
     if arrays.text is not None:
@@ -195,3 +201,84 @@ def errors(attention: Callable[..., Any], mesh: Any, axes: Any, case: Case) -> l
         error = np.abs(np.asarray(actual, np.float64) - expected).max()
         found.append(error / np.abs(expected).max())
     return found
+
+
+def check_replicated_keys(attention: Callable[..., Any], mesh: Any, axes: Any) -> None:
+    """Cross-attention to short keys that all devices have; gradients of these add up over devices."""
+    rng = np.random.default_rng(1)
+    q, d_out = rng.standard_normal((2, 2, 3 * mesh.size, 4, 4)).astype(np.float32)
+    k, v = rng.standard_normal((2, 2, 5, 2, 4)).astype(np.float32)
+    q_ids, kv_ids = (rng.integers(0, 3, (2, n)).astype(np.int32) for n in (q.shape[1], 5))
+
+    def per_device(q, k, v, ids):
+        return attention(q, k, v, keys_replicated=True, segment_ids=ids, block_attention=BLOCK)
+
+    sharded = P(None, axes)
+    mapped = jax.shard_map(
+        per_device,
+        mesh=mesh,
+        in_specs=(sharded, P(), P(), (sharded, P())),
+        out_specs=sharded,
+        check_vma=False,
+    )
+
+    @jax.jit
+    def run(q, k, v):
+        out, pullback = jax.vjp(lambda *qkv: mapped(*qkv, (q_ids, kv_ids)), q, k, v)
+        return out, pullback(d_out)
+
+    found = moves(run, q, k, v)
+    assert all(move.kind.startswith("psum") for move in found), (
+        "nothing moves but sums of the keys' gradients"
+    )
+    assert sum(move.num_bytes for move in found) == 2 * k.nbytes
+    out, gradients = run(q, k, v)
+    wanted = joint_attention((q, k, v), d_out, ids=(q_ids, kv_ids))
+    close(out, wanted.out, F32)
+    for gradient, expected in zip(gradients, wanted.gradients, strict=True):
+        close(gradient, expected, F32)
+
+
+@dataclass(frozen=True)
+class Move:
+    """A collective of a program: its kind, bytes that enter it on a device, and how often it runs."""
+
+    kind: str
+    num_bytes: int
+    times: int
+    axes: tuple[str, ...]
+
+
+_COLLECTIVES = frozenset({"ppermute", "all_to_all", "all_gather", "psum", "psum2", "pmax", "reduce_scatter"})
+
+
+def moves(function: Callable[..., Any], *args: Any) -> list[Move]:
+    """Collectives of a traced program, those in loops with their trip counts."""
+    found: list[Move] = []
+    _walk_moves(jax.make_jaxpr(function)(*args).jaxpr, 1, found)
+    return found
+
+
+def _walk_moves(jaxpr: Any, times: int, found: list[Move]) -> None:
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in _COLLECTIVES or name.startswith(("psum", "pmax")):
+            num_bytes = sum(math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in eqn.invars)
+            axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+            found.append(Move(name, num_bytes, times, axes if isinstance(axes, tuple) else (axes,)))
+        inner = times * eqn.params["length"] if name == "scan" else times
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            body = getattr(value, "jaxpr", value)
+            if hasattr(body, "eqns"):
+                _walk_moves(body, inner, found)
+
+
+def lowered_text(attention: Callable[..., Any], mesh: Any, axes: Any, case: Case) -> str:
+    """StableHLO of value and gradient."""
+    arrays = draw(case, mesh.size)
+    run = program(attention, mesh, axes, case)
+    return (
+        run.trace(arrays.qkv, arrays.d_out, arrays.ids, arrays.text, arrays.text_ids, arrays.d_text)
+        .lower()
+        .as_text()
+    )

@@ -1,5 +1,6 @@
 """Block attention of every implementation: whole, and in parts of keys whose results merge and gradients add up."""
 
+import itertools
 from functools import cache
 
 import jax
@@ -71,7 +72,7 @@ def in_parts(block, parts):
     def run(q, k, v, mask, d_out):
         scale = q.shape[-1] ** -0.5
         cuts = np.cumsum([0, *parts])
-        slices = [slice(a, b) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+        slices = [slice(a, b) for a, b in itertools.pairwise(cuts)]
         some = [
             mask._replace(
                 kv_ids=None if mask.kv_ids is None else mask.kv_ids[:, s],
@@ -79,12 +80,15 @@ def in_parts(block, parts):
             )
             for s in slices
         ]
-        results = [block_forward(block, q, k[:, s], v[:, s], m, scale) for s, m in zip(slices, some, strict=True)]
+        results = [
+            block_forward(block, q, k[:, s], v[:, s], m, scale) for s, m in zip(slices, some, strict=True)
+        ]
         out, lse = results[0]
         for result in results[1:]:
             out, lse = merge(type(result)(out, lse), result)
         gradients = [
-            block.backward(q, k[:, s], v[:, s], out, lse, d_out, m, scale) for s, m in zip(slices, some, strict=True)
+            block.backward(q, k[:, s], v[:, s], out, lse, d_out, m, scale)
+            for s, m in zip(slices, some, strict=True)
         ]
         dq = sum(g[0].astype(jnp.float32) for g in gradients)
         dk, dv = (jnp.concatenate([g[i] for g in gradients], 1) for i in (1, 2))
@@ -113,7 +117,9 @@ def test_a_whole_softmax_and_its_gradient(name):
 @pytest.mark.parametrize("name", BLOCKS)
 def test_parts_of_the_keys_merge_and_their_gradients_add_up(name):
     q_ids, kv_ids = ids_of(11, 1), ids_of(13, 2)
-    kv_ids[:, :5] = np.where(kv_ids[:, :5] == 3, 0, kv_ids[:, :5])  # segment 3 is not in the first part at all
+    kv_ids[:, :5] = np.where(
+        kv_ids[:, :5] == 3, 0, kv_ids[:, :5]
+    )  # segment 3 is not in the first part at all
     check(BLOCKS[name], draw(11, 13), BlockMask(q_ids, kv_ids), parts=(5, 8), ids=(q_ids, kv_ids))
 
 
@@ -122,7 +128,12 @@ def test_causal_with_segments(name):
     ids = ids_of(12, 3)
     places = np.arange(12, dtype=np.int32)
     check(
-        BLOCKS[name], draw(12, 12), BlockMask(ids, ids, places, places), parts=(1, 11), ids=(ids, ids), causal=True
+        BLOCKS[name],
+        draw(12, 12),
+        BlockMask(ids, ids, places, places),
+        parts=(1, 11),
+        ids=(ids, ids),
+        causal=True,
     )
 
 
@@ -189,10 +200,12 @@ def test_ids_of_any_size_are_told_apart_by_the_packed_rows():
 
 
 def test_extreme_logits():
-    """Logits of 600 have an error of 3e-5 in float32, and so have weights; values only where logits are 1e4 times that."""
+    """Logits of 600 have an error of 3e-5 in float32, and so have weights."""
     q, k, v, d_out = draw(11, 13)
     check(BLOCKS["xla, blocks of 5"], (q * 10, k * 10, v, d_out), BlockMask(), parts=(5, 8), tolerance=1e-4)
-    out, lse, gradients = in_parts(BLOCKS["xla, blocks of 5"], (5, 8))(q * 1e4, k * 1e4, v, BlockMask(), d_out)
+    out, lse, gradients = in_parts(BLOCKS["xla, blocks of 5"], (5, 8))(
+        q * 1e4, k * 1e4, v, BlockMask(), d_out
+    )
     wanted = joint_attention((q * 1e4, k * 1e4, v), d_out)
     close(out, wanted.out, F32)
     close(lse, wanted.lse, F32)
@@ -223,8 +236,12 @@ def test_refusals():
         PackedBlockAttention().forward(q, k, v, causal, 1.0)
     with pytest.raises(NotImplementedError, match=r"CudnnBlockAttention: no mask.*got float32\[2, 4, 4, 8\]"):
         CudnnBlockAttention().forward(q, k, v, BlockMask(), 1.0)
-    transposed = DifferentiableAttention(lambda q, k, v, mask, scale: (q, q[..., 0].transpose(0, 2, 1)[:, :3]))
-    with pytest.raises(ValueError, match=r"block_attention: forward returns .*\(2, 3, 4\) for q=\(2, 4, 4, 8\)"):
+    transposed = DifferentiableAttention(
+        lambda q, k, v, mask, scale: (q, q[..., 0].transpose(0, 2, 1)[:, :3])
+    )
+    with pytest.raises(
+        ValueError, match=r"block_attention: forward returns .*\(2, 3, 4\) for q=\(2, 4, 4, 8\)"
+    ):
         block_forward(transposed, q, k, v, BlockMask(), 1.0)
 
     def twice(x):

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from parallel._online_softmax import Partial, as_partial, empty_partial, merge, merge_over_axis, share_of_whole
+from parallel._online_softmax import (
+    Partial,
+    as_partial,
+    empty_partial,
+    merge,
+    merge_over_axis,
+    share_of_whole,
+)
 from tests.oracles import close
 from tests.parallel.exchange_cases import one_axis_mesh
 
