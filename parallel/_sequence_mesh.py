@@ -63,8 +63,8 @@ def sequence_mesh(
 
     Raises:
         TypeError: if a degree is no integer, or the placement none.
-        ValueError: if there are no devices, one is given twice, machines have different numbers of devices, or degrees
-            do not divide devices, machines, or a machine's devices.
+        ValueError: if there are no devices, one is given twice, machines have different numbers of devices, or
+            `devices_per_machine` or the degrees do not divide the devices.
 
     Example:
         >>> mesh = sequence_mesh(jax.devices()[:1], ulysses_degree=1)
@@ -75,14 +75,8 @@ def sequence_mesh(
     _check_arguments(devices, ulysses_degree, ring_degree, placement)
     grid = _by_machine(devices, devices_per_machine)
     sizes = _sizes(grid.shape, ulysses_degree, ring_degree, placement)
-    across, inside = (
-        (sizes.data_across, sizes.ulysses_across, sizes.ring_across),
-        (
-            sizes.data_inside,
-            sizes.ulysses_inside,
-            sizes.ring_inside,
-        ),
-    )
+    across = sizes.data_across, sizes.ulysses_across, sizes.ring_across
+    inside = sizes.data_inside, sizes.ulysses_inside, sizes.ring_inside
     # Data outermost, then across machines, then inside.
     ordered = grid.reshape(*across, *inside).transpose(0, 3, 1, 2, 4, 5)
     ordered = ordered.reshape(-1, *ordered.shape[2:])
@@ -101,7 +95,10 @@ class _Sizes:
 
 
 def _sizes(shape: tuple[int, ...], ulysses: int, ring: int, placement: Placement) -> _Sizes:
-    """Machines and a machine's devices, cut: first for the data, then for what the placement puts first."""
+    """Machines and a machine's devices, cut: first for the data, then for what the placement puts first.
+
+    All divisions are exact: what divides a product a b, less its common divisor with a, divides b.
+    """
     machines, inside = shape
     data = machines * inside // (ulysses * ring)
     data_across = math.gcd(data, machines)
@@ -113,13 +110,6 @@ def _sizes(shape: tuple[int, ...], ulysses: int, ring: int, placement: Placement
     else:
         ulysses_inside = math.gcd(ulysses, left_inside)
         ulysses_across = ulysses // ulysses_inside
-    if inside % data_inside or left_across % ulysses_across or left_inside % ulysses_inside:
-        raise ValueError(
-            "sequence_mesh: degrees cut machines, and the devices of a machine, into equal parts; got"
-            f" {machines} machines of {inside} devices, ulysses_degree={ulysses}, ring_degree={ring}, data={data}, where"
-            f" ulysses would be {ulysses_across} of {left_across} machines x {ulysses_inside} of {left_inside} devices."
-            " Choose degrees that divide machines or a machine's devices, or the other placement."
-        )
     return _Sizes(
         data_across=data_across,
         data_inside=data_inside,
