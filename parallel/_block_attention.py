@@ -109,7 +109,7 @@ class DifferentiableAttention:
         scale: float,
     ) -> tuple[Array, Array, Array]:
         """The function's derivative, weighted by the block's share of the whole."""
-        (part_out, part_lse), pullback = jax.vjp(lambda *x: self.function(*x, mask, scale), q, k, v)
+        (part_out, part_lse), pullback = jax.vjp(lambda q, k, v: self.function(q, k, v, mask, scale), q, k, v)
         share = share_of_whole(part_lse.astype(jnp.float32), lse)
         d_part_out = share[..., None] * d_out.astype(jnp.float32)
         difference = part_out.astype(jnp.float32) - out.astype(jnp.float32)

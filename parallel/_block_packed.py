@@ -67,7 +67,7 @@ class PackedBlockAttention:
         saved = PackedOutput(self._query_rows(out.astype(q.dtype), k), lse_rows)
         cotangent = PackedOutput(self._query_rows(d_out.astype(q.dtype), k), jnp.zeros_like(lse_rows))
         dq, dk, dv = self.kernel.backward(rows, saved, cotangent, segments, scale)
-        return _query_tokens(dq, q.shape, k.shape), *(_key_tokens(x, k.shape) for x in (dk, dv))
+        return _query_tokens(dq, q.shape, k.shape), _key_tokens(dk, k.shape), _key_tokens(dv, k.shape)
 
     def row_shapes(self, *blocks: Array) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shape and dtype of the packed rows of q, k and v."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
@@ -27,7 +28,8 @@ class PlatformBlockAttention:
         """As `BlockAttention.forward`."""
 
         def run(block: BlockAttention, q, k, v, mask):
-            return as_partial(*block.forward(q, k, v, mask, scale))
+            out, lse = block.forward(q, k, v, mask, scale)
+            return as_partial(out, lse)
 
         return _on_platform(run, q, k, v, mask, scale, q, k, v, mask)
 
@@ -44,8 +46,9 @@ class PlatformBlockAttention:
     ) -> tuple[Array, Array, Array]:
         """As `BlockAttention.backward`, in float32."""
 
-        def run(block: BlockAttention, *args):
-            return tuple(x.astype("float32") for x in block.backward(*args, scale))
+        def run(block: BlockAttention, q, k, v, out, lse, d_out, mask):
+            gradients = block.backward(q, k, v, out, lse, d_out, mask, scale)
+            return tuple(x.astype(jnp.float32) for x in gradients)
 
         return _on_platform(run, q, k, v, mask, scale, q, k, v, out, lse, d_out, mask)
 

@@ -16,13 +16,13 @@ class _KeyBlocks(NamedTuple):
 
     Attributes:
         k, v: (blocks, b, h_kv, block, d).
-        index: (blocks, block), number of each key; those from l_k on fill the last block.
+        places: (blocks, block), number of each key; those from l_k on fill the last block.
         ids, positions: as in `BlockMask`, (blocks, b, block) and (blocks, block).
     """
 
     k: Array
     v: Array
-    index: Array
+    places: Array
     ids: Array | None
     positions: Array | None
 
@@ -145,7 +145,7 @@ def _key_blocks(k: Array, v: Array, mask: BlockMask, block: int) -> _KeyBlocks:
     return _KeyBlocks(
         k=cut(k, 1).transpose(0, 1, 3, 2, 4),
         v=cut(v, 1).transpose(0, 1, 3, 2, 4),
-        index=jnp.arange(rows, dtype=jnp.int32).reshape(blocks, block),
+        places=jnp.arange(rows, dtype=jnp.int32).reshape(blocks, block),
         ids=None if mask.kv_ids is None else cut(mask.kv_ids, 1),
         positions=None if mask.kv_positions is None else cut(mask.kv_positions, 0),
     )
@@ -179,8 +179,8 @@ def _limited(logits: Array, bad: Array | None, mask: BlockMask, keys: _KeyBlocks
     """-inf where a query does not attend to a key, NaN where it attends to one that is not finite."""
     if bad is not None:
         logits = jnp.where(bad[:, :, None, None, :], jnp.nan, logits)
-    if keys.index.shape[-1] and length % keys.index.shape[-1]:
-        logits = jnp.where((keys.index < length)[None, None, None, None, :], logits, -jnp.inf)
+    if length % keys.places.shape[-1]:
+        logits = jnp.where((keys.places < length)[None, None, None, None, :], logits, -jnp.inf)
     if mask.q_ids is not None and keys.ids is not None:
         same = (mask.q_ids[:, :, None] == keys.ids[:, None, :]) & (mask.q_ids > 0)[:, :, None]
         logits = jnp.where(same[:, None, None], logits, -jnp.inf)

@@ -12,7 +12,6 @@ from parallel._sequence_inputs import (
     JointOutput,
     ReplicatedText,
     SegmentIds,
-    check_axes,
     check_inputs,
 )
 from parallel._torus_schedule import Ids, Outputs, Rows, Torus, attend_torus
@@ -33,8 +32,10 @@ def ring_attention(
 ) -> Array | JointOutput:
     """Softmax attention of a sequence that is divided among the devices of an axis.
 
-    Per device: call inside `shard_map(..., check_vma=False)`, q, k and v sharded along their length. Any number of
-    heads. Communication of each of R devices: R - 1 permutes of k and v, (R - 1) 2 b k_loc h_kv d elements, each hidden
+    Per device: call inside `shard_map`, q, k and v sharded along their length; with check_vma=False, which Triton
+    kernels need (segment ids on CUDA) and which saves an all-reduce of the text's output. Any number of heads.
+
+    Communication of each of R devices: R - 1 permutes of k and v, (R - 1) 2 b k_loc h_kv d elements, each hidden
     by the attention to the keys that are there already; for the gradient R (1 if R = 2) of the same and R - 1 of the
     gradients of k and v in float32. Memory is O(l_loc), also for the gradient; partial results are float32.
 
@@ -68,14 +69,14 @@ def ring_attention(
             that is traced or no number.
         ValueError: for an axis that is missing, not manual, or given twice; shapes that disagree; a text without ids
             beside rows that have them; replicated keys with `text` or `causal`.
-        NotImplementedError: for a second derivative; inside `shard_map(check_vma=True)`.
+        NotImplementedError: for a second derivative.
 
     Reference: Liu et al., Ring Attention with Blockwise Transformers, 2023. Here the gradient's first and last
     transfers hide under the two halves of the device's own block.
     """
     name = "ring_attention"
-    check_axes(name, {"axis_name": axis_name})
-    inputs = check_inputs(name, (q, k, v), segment_ids=segment_ids, text=text, scale=scale)
+    axes = {"axis_name": axis_name}
+    inputs = check_inputs(name, axes, (q, k, v), segment_ids=segment_ids, text=text, scale=scale)
     block = block_attention or PlatformBlockAttention()
     if keys_replicated:
         return attend_replicated(name, inputs, block, causal=causal)

@@ -87,11 +87,14 @@ class Ring:
 
     def attend(self, queries: Queries, keys: Keys) -> Partial:
         """Of these queries to these keys, here."""
-        return block_forward(self.block, queries.q, *keys.kv, mask_of(queries, keys), self.scale)
+        k, v = keys.kv
+        return block_forward(self.block, queries.q, k, v, mask_of(queries, keys), self.scale)
 
     def gradients(self, queries: Queries, attended: Attended, keys: Keys) -> Gradients:
         """What these queries and these keys contribute to each other's gradients."""
-        dq, dk, dv = self.block.backward(queries.q, *keys.kv, *attended, mask_of(queries, keys), self.scale)
+        (k, v), (out, lse, d_out) = keys.kv, attended
+        mask = mask_of(queries, keys)
+        dq, dk, dv = self.block.backward(queries.q, k, v, out, lse, d_out, mask, self.scale)
         return Gradients(dq.astype(jnp.float32), jnp.stack([dk, dv]).astype(jnp.float32))
 
 

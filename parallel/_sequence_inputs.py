@@ -1,6 +1,7 @@
 """What the sequence-parallel attentions have in common: their arguments, checked once, when they are traced."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +46,7 @@ class Inputs(NamedTuple):
         q_ids, kv_ids: segment ids, both or neither; int32.
         text: as given, with ids where there are any.
         scale: a Python number.
+        axes: mesh axes that share a sequence.
     """
 
     q: Array
@@ -54,6 +56,7 @@ class Inputs(NamedTuple):
     kv_ids: Array | None
     text: ReplicatedText | None
     scale: float
+    axes: tuple[Any, ...]
 
     @property
     def text_length(self) -> int:
@@ -64,24 +67,35 @@ class Inputs(NamedTuple):
         """What the caller gets: the output, with the text's if there was a text, be it empty."""
         if self.text is None:
             return out
-        return JointOutput(out, self.text.q if text is None else text)
+        text = self.text.q if text is None else text
+        if _varying_axes(text):
+            # shard_map(check_vma=True) takes it for the same on all devices only from a collective.
+            first = lax.axis_index(self.axes) == 0
+            text = lax.psum(jnp.where(first, text, jnp.zeros_like(text)), self.axes)
+        return JointOutput(out, text)
 
 
 def check_inputs(
     name: str,
+    axes: Mapping[str, AxisName],
     qkv: tuple[Any, Any, Any],
     *,
     segment_ids: SegmentIds | None,
     text: ReplicatedText | None,
     scale: Any,
 ) -> Inputs:
-    """The arguments of function `name`, checked.
+    """The arguments of function `name`, checked, and the axes that share a sequence.
+
+    What is the same on all devices is marked as varying, as each device's share of its gradient will be; that is a type
+    of `shard_map(check_vma=True)`, and nothing otherwise.
 
     Raises:
         TypeError: for rows that are no floating point numbers or of several dtypes, ids that are no signed integers, or
             a scale that is traced or no number.
-        ValueError: if shapes disagree; and for a text without ids beside a sequence that has them.
+        ValueError: if shapes disagree; for a text without ids beside a sequence that has them; and for axes that are
+            missing, not manual, or given twice.
     """
+    names = _check_axes(name, axes)
     q, k, v = (jnp.asarray(x) for x in qkv)
     _check_rows(name, "q, k and v", q, k, v)
     ids = _id_pair(name, segment_ids, q, k)
@@ -90,15 +104,26 @@ def check_inputs(
         if text.segment_ids is not None and ids is None:
             ids = jnp.ones(q.shape[:2], jnp.int32), jnp.ones(k.shape[:2], jnp.int32)
     q_ids, kv_ids = (None, None) if ids is None else ids
-    return Inputs(q, k, v, q_ids, kv_ids, text, _static_scale(name, scale, q.shape[-1]))
+    together = _varying_axes(q) | _varying_axes(k) | set(names)
+    mark = partial(_as_varying, axes=together)
+    q, k, v, q_ids, kv_ids, text = jax.tree.map(mark, (q, k, v, q_ids, kv_ids, text))
+    return Inputs(q, k, v, q_ids, kv_ids, text, _static_scale(name, scale, q.shape[-1]), names)
 
 
-def check_axes(name: str, axes: Mapping[str, AxisName]) -> None:
-    """That axes are those of an enclosing `shard_map`, each once.
+def _varying_axes(x: Array) -> frozenset:
+    """Axes over which `shard_map(check_vma=True)` knows an array to differ; none without it."""
+    kind = jax.typeof(x)
+    manual = getattr(kind, "manual_axis_type", None)  # `vma` in some releases
+    return frozenset(getattr(kind, "vma", ()) if manual is None else manual.varying)
 
-    Raises:
-        ValueError: if one is missing, not manual, or given twice.
-    """
+
+def _as_varying(x: Array, axes: Iterable[Any]) -> Array:
+    missing = tuple(axis for axis in axes if axis not in _varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _check_axes(name: str, axes: Mapping[str, AxisName]) -> tuple[Any, ...]:
+    """The axes in order: of an enclosing `shard_map`, each once."""
     seen: dict[Any, str] = {}
     mesh = jax.sharding.get_abstract_mesh()
     for argument, axis in axes.items():
@@ -117,6 +142,7 @@ def check_axes(name: str, axes: Mapping[str, AxisName]) -> None:
                     " two when the mesh is made (sequence_mesh), or leave one of them out as ()."
                 )
             seen[one] = argument
+    return tuple(seen)
 
 
 def _check_rows(name: str, what: str, q: Array, k: Array, v: Array) -> None:
@@ -168,28 +194,28 @@ def _check_ids(name: str, what: str, ids: Any, rows: Array) -> Array:
 
 
 def _check_text(name: str, text: ReplicatedText, q: Array, k: Array, *, has_ids: bool) -> ReplicatedText:
-    rows = [jnp.asarray(x) for x in text[:3]]
-    _check_rows(name, "the text's q, k and v", *rows)
-    for mine, of in zip(rows, (q, k, k), strict=True):
+    text = jax.tree.map(jnp.asarray, text)
+    _check_rows(name, "the text's q, k and v", text.q, text.k, text.v)
+    for mine, of in ((text.q, q), (text.k, k)):
         if mine.dtype != of.dtype or (mine.shape[0], *mine.shape[2:]) != (of.shape[0], *of.shape[2:]):
             raise ValueError(
                 f"{name}: text has batch, heads, head_dim and dtype of the sequence; got {mine.dtype}{list(mine.shape)}"
                 f" beside {of.dtype}{list(of.shape)}."
             )
-    if rows[0].shape[1] != rows[1].shape[1]:
+    if text.q.shape[1] != text.k.shape[1]:
         raise ValueError(
-            f"{name}: the text's q and k have one length; got {rows[0].shape} and {rows[1].shape}. For keys without"
+            f"{name}: the text's q and k have one length; got {text.q.shape} and {text.k.shape}. For keys without"
             " queries give them as k and v with keys_replicated=True."
         )
     if text.segment_ids is not None:
-        return ReplicatedText(*rows, _check_ids(name, "segment_ids of the text", text.segment_ids, rows[0]))
-    if has_ids and rows[0].shape[1]:
+        ids = _check_ids(name, "segment_ids of the text", text.segment_ids, text.q)
+        return text._replace(segment_ids=ids)
+    if has_ids and text.q.shape[1]:
         raise ValueError(
-            f"{name}: text beside rows with segment_ids has segment_ids too; got none for text of {rows[0].shape}. Give"
+            f"{name}: text beside rows with segment_ids has segment_ids too; got none for text of {text.q.shape}. Give"
             " each token the id of its sequence (1 if padding is all that segment_ids mark)."
         )
-    ids = jnp.zeros(rows[0].shape[:2], jnp.int32) if has_ids else None
-    return ReplicatedText(*rows, ids)
+    return text._replace(segment_ids=jnp.zeros(text.q.shape[:2], jnp.int32) if has_ids else None)
 
 
 def _static_scale(name: str, scale: Any, head_dim: int) -> float:

@@ -122,9 +122,8 @@ def _sizes(shape: tuple[int, ...], ulysses: int, ring: int, placement: Placement
 
 def _by_machine(devices: list[Any], devices_per_machine: int | None) -> np.ndarray:
     """Devices as (machines, devices of each)."""
-    slices = [getattr(device, "slice_index", None) for device in devices]
-    known = all(number is not None for number in slices)
-    machine_of = {d: number if known else d.process_index for d, number in zip(devices, slices, strict=True)}
+    known = all(getattr(device, "slice_index", None) is not None for device in devices)
+    machine_of: dict[Any, int] = {d: d.slice_index if known else d.process_index for d in devices}
     ordered = sorted(devices, key=lambda d: (machine_of[d], d.process_index, d.id))
     if devices_per_machine is None:
         counts: dict[int, int] = {}

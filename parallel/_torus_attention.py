@@ -7,7 +7,7 @@ from parallel._block_attention import BlockAttention
 from parallel._block_platform import PlatformBlockAttention
 from parallel._ring_attention import attend_replicated, ids_of
 from parallel._routes import AxisName
-from parallel._sequence_inputs import JointOutput, ReplicatedText, SegmentIds, check_axes, check_inputs
+from parallel._sequence_inputs import JointOutput, ReplicatedText, SegmentIds, check_inputs
 from parallel._torus_schedule import Torus, attend_torus
 from parallel._ulysses_attention import head_split, spread_rows
 
@@ -56,8 +56,8 @@ def torus_attention(
     Reference: shared/ALGORITHMS.md section 2, after SwiftFusion. Here as collectives of XLA, with a gradient.
     """
     name = "torus_attention"
-    check_axes(name, {"machine_axis": machine_axis, "ulysses_axis": ulysses_axis, "ring_axis": ring_axis})
-    inputs = check_inputs(name, (q, k, v), segment_ids=segment_ids, text=text, scale=scale)
+    axes = {"machine_axis": machine_axis, "ulysses_axis": ulysses_axis, "ring_axis": ring_axis}
+    inputs = check_inputs(name, axes, (q, k, v), segment_ids=segment_ids, text=text, scale=scale)
     block = block_attention or PlatformBlockAttention()
     if keys_replicated:
         return attend_replicated(name, inputs, block, causal=causal)

@@ -18,7 +18,6 @@ from parallel._sequence_inputs import (
     JointOutput,
     ReplicatedText,
     SegmentIds,
-    check_axes,
     check_inputs,
 )
 from parallel._torus_schedule import Ids, Rows, Torus
@@ -137,8 +136,7 @@ def _attention(
     text: ReplicatedText | None,
     scale: float | None,
 ) -> Array | JointOutput:
-    check_axes(options.name, options.axes)
-    inputs = check_inputs(options.name, qkv, segment_ids=segment_ids, text=text, scale=scale)
+    inputs = check_inputs(options.name, options.axes, qkv, segment_ids=segment_ids, text=text, scale=scale)
     block = options.block_attention or PlatformBlockAttention()
     if options.keys_replicated:
         return attend_replicated(options.name, inputs, block, causal=options.causal)
@@ -180,7 +178,7 @@ def _in_groups(
     """
     size = lax.axis_size(axis_name)
     outs: list[Any] = []
-    texts = []
+    texts: list[Any] = []
     moved = rows_to_heads(*_of_group(rows, groups[0], size), axis_name)
     for group, following in zip(groups, (*groups[1:], None), strict=True):
         here, ahead = moved, None

@@ -29,6 +29,7 @@ class Case:
         q_loc, k_loc: rows of a device.
         segments: number of segments that the sequence is made of, with padding among them; 0 for no ids.
         text: tokens of a replicated text; None for none.
+        check_vma: whether `shard_map` follows which values differ between devices.
         options: of the attention.
     """
 
@@ -43,6 +44,7 @@ class Case:
     text: int | None = None
     dtype: Any = jnp.float32
     seed: int = 0
+    check_vma: bool = False
 
 
 def mesh_of(**axes: int) -> jax.sharding.Mesh:
@@ -102,7 +104,7 @@ def program(attention: Callable[..., Any], mesh: jax.sharding.Mesh, axes: Any, c
         mesh=mesh,
         in_specs=(sharded, sharded, P(), P()),
         out_specs=sharded if case.text is None else JointOutput(sharded, P()),
-        check_vma=False,
+        check_vma=case.check_vma,
     )
 
     @jax.jit

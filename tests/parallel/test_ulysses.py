@@ -58,7 +58,7 @@ def test_every_device_computes_as_few_heads_as_can_be_and_reads_the_right_keys()
                 split = HeadSplit(heads, kv_heads, degree)
                 assert split.q_loc == -(-heads // degree)
                 assert split.q_loc == split.group * split.kv_loc
-                names = np.arange(1, kv_heads + 1).reshape(1, kv_heads, 1)
+                names = jnp.arange(1, kv_heads + 1).reshape(1, kv_heads, 1)
                 read = np.asarray(split.spread_keys(names))[0, :, 0] if degree < 3 and heads < 9 else None
                 for head in range(heads):
                     device, here = divmod(head, split.q_loc)

@@ -92,6 +92,11 @@ def test_what_moves_on_which_axis():
     assert sum(move.times for move in permutes) == 3 + 4 + 3
 
 
+@pytest.mark.parametrize("text", [0, 3])
+def test_shard_map_may_check_what_differs_between_devices(text):
+    check(USP, mesh_of(r=2, u=2), ORDER, Case(segments=2, text=text, check_vma=True))
+
+
 def test_an_axis_given_twice():
     q = jnp.ones((1, 4, 4, 4))
     mapped = jax.shard_map(
