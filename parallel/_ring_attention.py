@@ -1,7 +1,6 @@
 """Ring attention: the sequence is divided, keys and values pass from device to device."""
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from parallel._block_attention import BlockAttention, BlockMask, local_attention
@@ -80,13 +79,13 @@ def ring_attention(
     block = block_attention or PlatformBlockAttention()
     if keys_replicated:
         return attend_replicated(name, inputs, block, causal=causal)
-    torus = Torus((), (), axis_name, block, inputs.scale, causal)
+    torus = Torus((), axis_name, block, inputs.scale, causal)
     kv = jnp.stack([inputs.k, inputs.v])
     if not inputs.text_length or inputs.text is None:
         rows = Rows(inputs.q, kv)
     else:
         rows = Rows(inputs.q, kv, inputs.text.q, jnp.stack([inputs.text.k, inputs.text.v]))
-    return inputs.result(*attend_over_ring(torus, rows, ids_of(inputs)))
+    return inputs.result(*attend(torus, rows, ids_of(inputs)))
 
 
 def ids_of(inputs: Inputs) -> Ids:
@@ -94,12 +93,9 @@ def ids_of(inputs: Inputs) -> Ids:
     return Ids(inputs.q_ids, inputs.kv_ids, None if inputs.text is None else inputs.text.segment_ids)
 
 
-def attend_over_ring(torus: Torus, rows: Rows, ids: Ids) -> Outputs:
-    """Attention on a ring; on a single device as one block, text and sequence together.
-
-    Ids and rows are those of one ring: no other axis of `torus` is used.
-    """
-    if lax.axis_size(torus.ring_axis) > 1:
+def attend(torus: Torus, rows: Rows, ids: Ids) -> Outputs:
+    """Attention over machines and a ring; on a single device as one block, text and sequence together."""
+    if torus.machines * torus.ring.size > 1:
         return attend_torus(torus, rows, ids)
     q, k, v = rows.q, *rows.kv
     q_ids, kv_ids = ids.q, ids.kv

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -115,7 +116,7 @@ def ring_forward(ring: Ring, queries: Queries, keys: Keys, start: Partial | None
 
     def step(carry, number):
         total, moving = carry
-        ahead = _passed_on(ring, moving)
+        ahead, _ = _passed_on(ring, moving)
         return (merge(total, ring.attend(queries, _at_step(ring, moving, number))), ahead), None
 
     steps = jnp.arange(ring.size - 1, dtype=jnp.int32)
@@ -126,29 +127,32 @@ def ring_forward(ring: Ring, queries: Queries, keys: Keys, start: Partial | None
 def ring_backward(ring: Ring, queries: Queries, attended: Attended, keys: Keys) -> Gradients:
     """Gradients of the device's queries, and of its keys from the queries of all devices.
 
-    Communication per device: R - 1 permutes of the gradients of k and v in float32, and of k and v R (1 if R = 2): the
-    last, which brings them home, is the price of one loop body for all steps.
+    Communication per device, in R + 1 permutes (2 if R = 2): the gradients of k and v move R - 1 times, in float32, and
+    k and v R times (1); the last, which brings them home, is the price of one loop body for all steps.
     """
     if ring.size == 1:
         return ring.gradients(queries, attended, keys)
     half = queries.q.shape[1] // 2
     first, second = slice(0, half), slice(half, None)
 
-    moving = _passed_on(ring, keys)
+    # Barriers keep what hides a permute from being put off, or done before.
+    moving, _ = _passed_on(ring, keys)
     own = ring.gradients(queries.rows(first), attended.rows(first), keys) if half else None
-    ahead = _passed_on(ring, moving) if ring.size > 2 else moving
+    moving, own = lax.optimization_barrier((moving, own))
+    ahead = _passed_on(ring, moving)[0] if ring.size > 2 else moving
     others = ring.gradients(queries, attended, _at_step(ring, moving, 1))
+    ahead, others = lax.optimization_barrier((ahead, others))
 
     def step(carry, number):
         others, moving = carry
-        ahead, arrived = _passed_on(ring, moving), _permuted(ring, others.dkv)
+        ahead, arrived = _passed_on(ring, moving, others.dkv)
         here = ring.gradients(queries, attended, _at_step(ring, moving, number))
         return (Gradients(others.dq + here.dq, arrived + here.dkv), ahead), None
 
     if ring.size > 2:
         steps = jnp.arange(2, ring.size, dtype=jnp.int32)
         (others, _), _ = lax.scan(step, (others, ahead), steps)
-    home = _permuted(ring, others.dkv)
+    home = _permuted(ring, [others.dkv])[0]
     rest = ring.gradients(queries.rows(second), attended.rows(second), keys)
     if own is None:
         return Gradients(others.dq + rest.dq, home + rest.dkv)
@@ -156,16 +160,30 @@ def ring_backward(ring: Ring, queries: Queries, attended: Attended, keys: Keys) 
     return Gradients(others.dq + dq, home + (own.dkv + rest.dkv))
 
 
-def _permuted(ring: Ring, x: Array) -> Array:
-    """To the next device."""
+def _passed_on(ring: Ring, keys: Keys, dkv: Array | None = None) -> tuple[Keys, Array | None]:
+    """The previous device's keys, and the gradients of the keys of the step before.
+
+    In one permute: a device that may have only one transfer in flight hides that one, and waits for others. Positions
+    stay: they are known from the step.
+    """
+    arrays, structure = jax.tree.flatten((keys.kv, keys.ids, dkv))
+    kv, ids, dkv = jax.tree.unflatten(structure, _permuted(ring, arrays))
+    return Keys(kv, ids, keys.positions), dkv
+
+
+def _permuted(ring: Ring, arrays: list[Array]) -> list[Array]:
+    """To the next device, in one array: several kinds of numbers travel as the bits that they are, and stay exact."""
     pairs = [(i, (i + 1) % ring.size) for i in range(ring.size)]
-    return lax.ppermute(x, ring.axis_name, pairs)
-
-
-def _passed_on(ring: Ring, keys: Keys) -> Keys:
-    """The previous device's keys. Positions stay: they are known from the step."""
-    kv, ids = jax.tree.map(lambda x: _permuted(ring, x), (keys.kv, keys.ids))
-    return Keys(kv, ids, keys.positions)
+    if len(arrays) == 1:
+        return [lax.ppermute(arrays[0], ring.axis_name, pairs)]
+    bits = jnp.dtype(f"uint{8 * min(x.dtype.itemsize for x in arrays)}")
+    parts = [lax.bitcast_convert_type(x, bits) for x in arrays]
+    moved = lax.ppermute(jnp.concatenate([x.reshape(-1) for x in parts]), ring.axis_name, pairs)
+    edges = np.cumsum([x.size for x in parts])[:-1].tolist()
+    return [
+        lax.bitcast_convert_type(x.reshape(part.shape), of.dtype)
+        for x, part, of in zip(jnp.split(moved, edges), parts, arrays, strict=True)
+    ]
 
 
 def _at_step(ring: Ring, keys: Keys, number: Array | int) -> Keys:

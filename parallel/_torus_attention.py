@@ -2,14 +2,10 @@
 
 from jaxtyping import Array, Float
 
-from parallel._all_to_all import all_heads
 from parallel._block_attention import BlockAttention
-from parallel._block_platform import PlatformBlockAttention
-from parallel._ring_attention import attend_replicated, ids_of
 from parallel._routes import AxisName
 from parallel._sequence_inputs import JointOutput, ReplicatedText, SegmentIds, check_inputs
-from parallel._torus_schedule import Torus, attend_torus
-from parallel._ulysses_attention import head_split, spread_rows
+from parallel._ulysses_attention import Axes, Options, attend_by_heads
 
 
 def torus_attention(
@@ -31,13 +27,13 @@ def torus_attention(
 
     Per device: call inside `shard_map(..., check_vma=False)`, q, k and v sharded along their length over all axes.
     Each machine computes some heads of the whole sequence: Ulysses of degree N U, whose exchange across machines is cut
-    in N - 1 pulls of queries, of keys, and pushes of outputs, each hidden by attention to what is there already
+    in N - 1 pulls of queries, N - 1 of keys, and a push of outputs, each hidden by attention to what is there already
     (`_torus_schedule` has the schedule, also of the gradient). Rows a machine computes itself never leave it.
 
     Communication per machine, across machines: 2 (N - 1) / N (h' + h_kv') b (L / N) d elements for L tokens of queries
     and of keys, that is 4 (N - 1) / N b L h d / N where N U divides heads; h' and h_kv' are N U times a device's heads
-    (30 heads on 4 x 8 devices move as 32). As much for the gradient. Inside a machine the rest of the exchange and a
-    ring of R for each of 2 N - 1 steps. Segment ids are gathered: int32, b L. A text's output is gathered, b t h d.
+    (30 heads on 4 x 8 devices move as 32). As much for the gradient. Inside a machine Ulysses over U before and after,
+    and a ring of R for each of 2 N steps. Segment ids are gathered: int32, b L. A text's output is gathered, b t h d.
     Memory is O(l_loc).
 
     Args:
@@ -58,17 +54,5 @@ def torus_attention(
     name = "torus_attention"
     axes = {"machine_axis": machine_axis, "ulysses_axis": ulysses_axis, "ring_axis": ring_axis}
     inputs = check_inputs(name, axes, (q, k, v), segment_ids=segment_ids, text=text, scale=scale)
-    block = block_attention or PlatformBlockAttention()
-    if keys_replicated:
-        return attend_replicated(name, inputs, block, causal=causal)
-    heads_axes = (*_tuple(machine_axis), *_tuple(ulysses_axis))
-    split = head_split(inputs, heads_axes)
-    torus = Torus(machine_axis, ulysses_axis, ring_axis, block, inputs.scale, causal)
-    out, text_out = attend_torus(torus, spread_rows(inputs, split, heads_axes), ids_of(inputs))
-    if text_out is not None:
-        text_out = all_heads(text_out, heads_axes)[:, :, : split.heads]
-    return inputs.result(out[:, :, : split.heads], text_out)
-
-
-def _tuple(axis: AxisName) -> tuple:
-    return axis if isinstance(axis, tuple) else (axis,)
+    options = Options(name, causal, keys_replicated, 1, block_attention)
+    return attend_by_heads(inputs, options, Axes(machine_axis, ulysses_axis, ring_axis))

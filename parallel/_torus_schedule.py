@@ -1,16 +1,20 @@
 """Torus attention inside its custom gradient: what is pulled and pushed between machines, and what hides it.
 
-N machines, U x R devices in each. A device starts with its part of the sequence, all heads; machine t shall compute the
-t-th of N parts of the heads, and in it each device one of U parts for the sequence of U devices, while keys rotate
-among R. With o_k = (t + k) mod N, everything of a machine's own (k = 0) stays, the rest moves once:
+N machines of R devices. A device starts with its part of the sequence, all heads; machine t shall compute the t-th of N
+parts of the heads, and in it keys rotate among the R devices. With o_k = (t + k) mod N, everything of a machine's own
+(k = 0) stays, the rest moves once:
 
     Pull Q,  k = 0 .. N-1   queries of o_{k+1} arrive (at last the keys of o_1)   | queries of o_k to own keys
     Pull KV, k = 1 .. N-1   keys of o_{k+1} arrive                                | all queries to the keys of o_k,
                                                                                   | at the last k all but its own
     Push O                  outputs go to the machines they are of                | own queries to the keys of o_{N-1}
 
-A device trades with those of the same place on other machines only; what it pulled goes through the exchange of the U
-devices, and attention through the ring of the R. For the gradient queries and keys are kept as they were pulled:
+A device trades with those of the same place on other machines only. One transfer between machines is in flight at a
+time, since that is what a GPU's scheduler hides: a pull is one permute, the push is one exchange. Ulysses inside a
+machine is around all this: its exchange works on another axis than pulls and pushes, so it can be done for all parts
+before the first pull, and after the last push, instead of for each part when it arrives.
+
+For the gradient queries and keys are kept as they were pulled:
 
     Pull dO, k = 0          cotangents of o_1 arrive                              | own queries and the keys of others
              k = 1 .. N-2   cotangents of o_{k+1} arrive, dQ of o_{k-1} leave     | queries of o_k and all keys
@@ -18,9 +22,10 @@ devices, and attention through the ring of the R. For the gradient queries and k
                                                                                   | o_{N-1}, then own
     Push dQ                 dQ of o_{N-1} leave                                   | own queries and own keys
 
-One machine of one device is a ring's step, one machine of R devices is ring attention: it is computed here too.
+One machine of R devices is ring attention: it is computed here too.
 
-Reference: shared/ALGORITHMS.md section 2, after SwiftFusion.
+Reference: shared/ALGORITHMS.md section 2, after SwiftFusion, where each pulled part goes through the exchange of its
+machine on arrival.
 """
 
 from dataclasses import dataclass
@@ -32,7 +37,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from parallel._all_to_all import all_rows, to_heads, to_sequence
 from parallel._block_attention import BlockAttention, once_differentiable
 from parallel._online_softmax import Partial, merge, merge_over_axis
 from parallel._ring_loop import Attended, Gradients, Keys, Queries, Ring, ring_backward, ring_forward
@@ -44,14 +48,13 @@ class Torus:
     """The devices that share a sequence, and what they compute.
 
     Attributes:
-        machine_axis, ulysses_axis, ring_axis: mesh axes; () for none.
+        machine_axis, ring_axis: mesh axes; () for none.
         block: attention of one device's queries to one device's keys.
         scale: factor on the logits.
-        causal: the sequence is in the order of (machine, ring, ulysses), the text before it.
+        causal: the sequence is in the order of (machine, ring), the text before it.
     """
 
     machine_axis: AxisName
-    ulysses_axis: AxisName
     ring_axis: AxisName
     block: BlockAttention
     scale: float
@@ -77,8 +80,8 @@ class Rows(NamedTuple):
     """What takes part, on one device. The text is that of all devices, in the heads that this one computes.
 
     Attributes:
-        q: (b, l_q, N U h, d), heads of the first device first.
-        kv: (2, b, l_k, N U h_kv, d).
+        q: (b, l_q, N h, d), heads of the first machine first.
+        kv: (2, b, l_k, N h_kv, d).
         text_q, text_kv: (b, t, h, d) and (2, b, t, h_kv, d), or None.
     """
 
@@ -176,12 +179,11 @@ def _forward(torus: Torus, rows: Rows, ids: Ids) -> tuple[Outputs, _Saved]:
         if kv_next is not None:
             keys.append(of_part.keys(k + 1, kv_next))
     pushed: list[Array] = []
-    if machines > 1:
-        pushed_sums, own = lax.optimization_barrier((sums[1:], queries[0].q))
-        sums[1:] = pushed_sums
-        pushed = [_push(torus, sums[k].out.astype(dtype), k) for k in range(1, machines)]  # Push O
+    if machines > 1:  # Push O
+        sums[1:], own = lax.optimization_barrier((sums[1:], queries[0].q))
+        pushed = _push_all(torus, [total.out.astype(dtype) for total in sums[1:]])
         sums[0] = ring_forward(torus.ring, queries[0]._replace(q=own), keys[-1], sums[0])
-    out = _assembled(torus, [_push(torus, sums[0].out.astype(dtype), 0), *pushed])
+    out = _assembled(torus, [sums[0].out.astype(dtype), *pushed])
     pulled = _Pulled(tuple(queries), tuple(keys), text, text_keys)
     of_text = _text_forward(torus, pulled)
     results = tuple(Partial(total.out.astype(dtype), total.lse) for total in sums)
@@ -214,8 +216,7 @@ def _backward(torus: Torus, saved: _Saved, cotangent: Outputs) -> Rows:
         arrived, own, state.dq, state.dkv = lax.optimization_barrier((following, own, state.dq, state.dkv))
         attended[0] = attended[0]._replace(d_out=own)
     state.add(0, 0, attended[0])
-    dq = _push(torus, state.dq[0].astype(source.dtype), 0)
-    dkv = _push(torus, state.dkv[0].astype(pulled.keys[0].kv.dtype), 0)
+    dq, dkv = state.dq[0].astype(source.dtype), state.dkv[0].astype(pulled.keys[0].kv.dtype)
     return Rows(
         _assembled(torus, [dq, *dq_pushed]), _assembled(torus, [dkv, *dkv_pushed]), *state.text_gradients()
     )
@@ -305,7 +306,7 @@ def _text_rows(torus: Torus, rows: Rows, ids: Ids) -> tuple[Queries | None, Keys
 
 
 class _PartIds(NamedTuple):
-    """Ids (N, b, U l) of all machines and positions of the own one, from which a part's are taken."""
+    """Ids (N, b, l) of all machines and positions of the own one, from which a part's are taken."""
 
     torus: Torus
     q_ids: Array | None
@@ -335,34 +336,42 @@ class _PartIds(NamedTuple):
 
 def _part_ids(torus: Torus, rows: Rows, ids: Ids) -> _PartIds:
     def of_machines(x: Array | None) -> Array | None:
-        x = all_rows(x, torus.ulysses_axis)
-        if x is None or torus.machines == 1:
-            return None if x is None else x[None]
-        return lax.all_gather(x, torus.machine_axis)
+        return None if x is None else lax.all_gather(x, torus.machine_axis)
 
-    devices = lax.axis_size(torus.ulysses_axis)
-    lengths = rows.q.shape[1] * devices, rows.kv.shape[2] * devices
-    return _PartIds(torus, of_machines(ids.q), of_machines(ids.kv), lengths)
+    q_ids, kv_ids = ids.q, ids.kv
+    if torus.machines > 1:
+        q_ids, kv_ids = of_machines(q_ids), of_machines(kv_ids)
+    else:
+        q_ids, kv_ids = (None if x is None else x[None] for x in (q_ids, kv_ids))
+    return _PartIds(torus, q_ids, kv_ids, (rows.q.shape[1], rows.kv.shape[2]))
 
 
 def _pull(torus: Torus, x: Array, k: int) -> Array:
-    """From machine o_k its part of (..., l, N h, d) for this machine; and through the exchange of the U devices."""
+    """From machine o_k its part of (..., l, N h, d) for this machine."""
     n = torus.machines
+    if n == 1:
+        return x
+    # Machine s sends to s - k what that one computes.
     heads = x.shape[-2] // n
-    if n > 1:
-        # Machine s sends to s - k what that one computes.
-        target = (lax.axis_index(torus.machine_axis) - k) % n
-        x = lax.dynamic_slice_in_dim(x, target * heads, heads, axis=x.ndim - 2)
-    if k:
-        x = lax.ppermute(x, torus.machine_axis, [(s, (s - k) % n) for s in range(n)])
-    return to_heads(x, torus.ulysses_axis)
+    target = (lax.axis_index(torus.machine_axis) - k) % n
+    x = lax.dynamic_slice_in_dim(x, target * heads, heads, axis=x.ndim - 2)
+    return lax.ppermute(x, torus.machine_axis, [(s, (s - k) % n) for s in range(n)]) if k else x
 
 
 def _push(torus: Torus, x: Array, k: int) -> Array:
-    """To machine o_k its rows (..., U l, h, d); what comes here is of the heads of machine t - k."""
+    """To machine o_k its rows; what comes here is of the heads of machine t - k."""
     n = torus.machines
-    x = to_sequence(x, torus.ulysses_axis)
-    return lax.ppermute(x, torus.machine_axis, [(s, (s + k) % n) for s in range(n)]) if k else x
+    return lax.ppermute(x, torus.machine_axis, [(s, (s + k) % n) for s in range(n)])
+
+
+def _push_all(torus: Torus, parts: list[Array]) -> list[Array]:
+    """`_push` of the parts of k = 1 .. N - 1, in one exchange; nothing goes where the own part would."""
+    n = torus.machines
+    own = lax.axis_index(torus.machine_axis)
+    stacked = jnp.stack([jnp.zeros_like(parts[0]), *parts])
+    by_machine = jnp.take(stacked, (jnp.arange(n) - own) % n, axis=0)
+    arrived = lax.all_to_all(by_machine, torus.machine_axis, split_axis=0, concat_axis=0, tiled=True)
+    return [lax.dynamic_index_in_dim(arrived, (own - k) % n, keepdims=False) for k in range(1, n)]
 
 
 def _assembled(torus: Torus, parts: list[Array]) -> Array:

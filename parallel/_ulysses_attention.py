@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from parallel._all_to_all import HeadSplit, all_heads, all_rows, own_heads, rows_to_heads, to_sequence
 from parallel._block_attention import BlockAttention
 from parallel._block_platform import PlatformBlockAttention
-from parallel._ring_attention import attend_over_ring, attend_replicated, ids_of
+from parallel._ring_attention import attend, attend_replicated, ids_of
 from parallel._routes import AxisName
 from parallel._sequence_inputs import (
     Inputs,
@@ -65,8 +65,11 @@ def ulysses_attention(
     Reference: Jacobs et al., DeepSpeed Ulysses, 2023. Here any number of heads, and text.
     """
     axes = {"axis_name": axis_name}
-    options = _Options("ulysses_attention", axes, causal, keys_replicated, head_groups, block_attention)
-    return _attention((q, k, v), options, (axis_name, ()), segment_ids=segment_ids, text=text, scale=scale)
+    inputs = check_inputs(
+        "ulysses_attention", axes, (q, k, v), segment_ids=segment_ids, text=text, scale=scale
+    )
+    options = Options("ulysses_attention", causal, keys_replicated, head_groups, block_attention)
+    return attend_by_heads(inputs, options, Axes(ulysses=axis_name))
 
 
 def usp_attention(
@@ -109,56 +112,62 @@ def usp_attention(
     Reference: Fang and Zhao, USP: A Unified Sequence Parallelism Approach, 2024.
     """
     axes = {"ulysses_axis": ulysses_axis, "ring_axis": ring_axis}
-    options = _Options("usp_attention", axes, causal, keys_replicated, head_groups, block_attention)
-    return _attention(
-        (q, k, v), options, (ulysses_axis, ring_axis), segment_ids=segment_ids, text=text, scale=scale
-    )
+    inputs = check_inputs("usp_attention", axes, (q, k, v), segment_ids=segment_ids, text=text, scale=scale)
+    options = Options("usp_attention", causal, keys_replicated, head_groups, block_attention)
+    return attend_by_heads(inputs, options, Axes(ulysses=ulysses_axis, ring=ring_axis))
 
 
 @dataclass(frozen=True, slots=True)
-class _Options:
-    """Of one call, under the names of its arguments."""
+class Options:
+    """Of a call of function `name`, under the names of its arguments."""
 
     name: str
-    axes: dict[str, AxisName]
     causal: bool
     keys_replicated: bool
     head_groups: int
     block_attention: BlockAttention | None
 
 
-def _attention(
-    qkv: tuple[Array, Array, Array],
-    options: _Options,
-    axes: tuple[AxisName, AxisName],
-    *,
-    segment_ids: SegmentIds | None,
-    text: ReplicatedText | None,
-    scale: float | None,
-) -> Array | JointOutput:
-    inputs = check_inputs(options.name, options.axes, qkv, segment_ids=segment_ids, text=text, scale=scale)
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """Mesh axes by what they do; () for none."""
+
+    machine: AxisName = ()
+    ulysses: AxisName = ()
+    ring: AxisName = ()
+
+    @property
+    def heads(self) -> tuple:
+        """Those that share heads, as heads are dealt out: to a machine's devices, and there to machines."""
+        return tuple(
+            one
+            for axis in (self.ulysses, self.machine)
+            for one in (axis if isinstance(axis, tuple) else (axis,))
+        )
+
+
+def attend_by_heads(inputs: Inputs, options: Options, axes: Axes) -> Array | JointOutput:
+    """Ulysses over its axis, and inside it what the other axes do: pulls and pushes, and a ring.
+
+    Raises:
+        ValueError: for replicated keys with text or a causal mask, and head groups that are too many.
+    """
     block = options.block_attention or PlatformBlockAttention()
     if options.keys_replicated:
         return attend_replicated(options.name, inputs, block, causal=options.causal)
-    ulysses_axis, ring_axis = axes
-    split = head_split(inputs, ulysses_axis)
+    split = HeadSplit(inputs.q.shape[2], inputs.k.shape[2], lax.axis_size(axes.heads))
     _check_groups(options, split)
-    torus = Torus((), (), ring_axis, block, inputs.scale, options.causal)
+    torus = Torus(axes.machine, axes.ring, block, inputs.scale, options.causal)
     ids = ids_of(inputs)
-    ids = Ids(all_rows(ids.q, ulysses_axis), all_rows(ids.kv, ulysses_axis), ids.text)
-    rows = spread_rows(inputs, split, ulysses_axis)
-    out, text_out = _in_groups(torus, rows, ids, split.cut(options.head_groups), ulysses_axis)
+    ids = Ids(all_rows(ids.q, axes.ulysses), all_rows(ids.kv, axes.ulysses), ids.text)
+    rows = _spread_rows(inputs, split, axes.heads)
+    out, text_out = _in_groups(torus, rows, ids, split.cut(options.head_groups), axes)
     if text_out is not None:
-        text_out = all_heads(text_out, ulysses_axis)[:, :, : split.heads]
+        text_out = all_heads(text_out, axes.heads)[:, :, : split.heads]
     return inputs.result(out[:, :, : split.heads], text_out)
 
 
-def head_split(inputs: Inputs, axis_name: AxisName) -> HeadSplit:
-    """How the heads of these rows are dealt out to the devices of an axis."""
-    return HeadSplit(inputs.q.shape[2], inputs.k.shape[2], lax.axis_size(axis_name))
-
-
-def spread_rows(inputs: Inputs, split: HeadSplit, axis_name: AxisName) -> Rows:
+def _spread_rows(inputs: Inputs, split: HeadSplit, axis_name: AxisName) -> Rows:
     """Rows with the heads of all devices one after another; the text's with the device's own."""
     q = split.spread_queries(inputs.q)
     kv = split.spread_keys(jnp.stack([inputs.k, inputs.v]))
@@ -170,29 +179,29 @@ def spread_rows(inputs: Inputs, split: HeadSplit, axis_name: AxisName) -> Rows:
 
 
 def _in_groups(
-    torus: Torus, rows: Rows, ids: Ids, groups: Sequence[tuple[slice, slice]], axis_name: AxisName
+    torus: Torus, rows: Rows, ids: Ids, groups: Sequence[tuple[slice, slice]], axes: Axes
 ) -> tuple[Array, Array | None]:
     """Attention of each group of the devices' heads; the next group's rows travel under it, and the last one's outputs.
 
     Barriers give that order, left alone the compiler has all groups travel, and then attend.
     """
-    size = lax.axis_size(axis_name)
+    size = lax.axis_size(axes.heads)
     outs: list[Any] = []
     texts: list[Any] = []
-    moved = rows_to_heads(*_of_group(rows, groups[0], size), axis_name)
+    moved = rows_to_heads(*_of_group(rows, groups[0], size), axes.ulysses)
     for group, following in zip(groups, (*groups[1:], None), strict=True):
         here, ahead = moved, None
         if following is not None:
             here, rows = lax.optimization_barrier((here, rows))
-            ahead = rows_to_heads(*_of_group(rows, following, size), axis_name)
+            ahead = rows_to_heads(*_of_group(rows, following, size), axes.ulysses)
         text_q = None if rows.text_q is None else rows.text_q[..., group[0], :]
         text_kv = None if rows.text_kv is None else rows.text_kv[..., group[1], :]
-        out, text = attend_over_ring(torus, Rows(*here, text_q, text_kv), ids)
+        out, text = attend(torus, Rows(*here, text_q, text_kv), ids)
         if ahead is not None:
             moved, out = lax.optimization_barrier((ahead, out))
         if outs:
             outs[-1], out = lax.optimization_barrier((outs[-1], out))
-        out = to_sequence(out, axis_name)
+        out = to_sequence(out, axes.ulysses)
         outs.append(out.reshape(*out.shape[:2], size, -1, out.shape[-1]))
         texts.append(text)
     out = jnp.concatenate(outs, axis=3)
@@ -210,7 +219,7 @@ def _of_group(rows: Rows, group: tuple[slice, slice], size: int) -> tuple[Array,
     return take(rows.q, group[0]), take(rows.kv, group[1])
 
 
-def _check_groups(options: _Options, split: HeadSplit) -> None:
+def _check_groups(options: Options, split: HeadSplit) -> None:
     if not 1 <= options.head_groups <= split.kv_loc:
         raise ValueError(
             f"{options.name}: head_groups is 1 to the key heads of a device; got head_groups={options.head_groups},"
