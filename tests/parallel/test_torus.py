@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel import RING_AXES, ULYSSES_AXES, Placement, sequence_mesh, torus_attention
+from parallel._torus_backward import backward_steps
 from tests.parallel.sequence_cases import (
     Case,
     check,
@@ -106,6 +107,29 @@ def test_bfloat16_errors_are_those_of_one_device():
     one = errors(TORUS, mesh_of(m=1, u=1, r=1), ORDER, alone)
     for error, base in zip(errors(TORUS, mesh_of(m=2, u=2, r=2), ORDER, case), one, strict=True):
         assert error <= 2 * base
+
+
+@pytest.mark.parametrize("machines", range(1, 9))
+def test_gradients_leave_when_they_are_complete_and_beside_something(machines):
+    """Every pair once, every part moved once; nothing is used before it is here, or leaves before it is summed."""
+    steps = backward_steps(machines)
+    done: set[tuple[int, int]] = set()
+    here, pushed = {0}, []
+    for step in steps:
+        if step.push_q:
+            assert {(step.push_q, j) for j in range(machines)} <= done
+        if step.push_kv:
+            assert {(k, step.push_kv) for k in range(machines)} <= done
+        assert (step.pull > 0) + (step.push_q > 0) + (step.push_kv > 0) <= 1
+        pushed += [("q", step.push_q)] * (step.push_q > 0) + [("kv", step.push_kv)] * (step.push_kv > 0)
+        assert step.pairs, "it hides the transfer"
+        assert {k for k, _ in step.pairs} <= here
+        assert not done & set(step.pairs)
+        done |= set(step.pairs)
+        here |= {step.pull}
+    assert done == {(k, j) for k in range(machines) for j in range(machines)}
+    assert here == set(range(machines))
+    assert sorted(pushed) == sorted((x, k) for x in ("q", "kv") for k in range(1, machines))
 
 
 def _tensor_bytes(text):
