@@ -11,6 +11,13 @@ from parallel._balanced_attention import balanced_attention as balanced_attentio
 from parallel._balanced_attention import expand_attention as expand_attention
 from parallel._balanced_attention import expand_tokens as expand_tokens
 from parallel._balanced_attention import make_balanced_attention as make_balanced_attention
+from parallel._block_attention import BlockAttention as BlockAttention
+from parallel._block_attention import BlockMask as BlockMask
+from parallel._block_attention import DifferentiableAttention as DifferentiableAttention
+from parallel._block_cudnn import CudnnBlockAttention as CudnnBlockAttention
+from parallel._block_packed import PackedBlockAttention as PackedBlockAttention
+from parallel._block_platform import PlatformBlockAttention as PlatformBlockAttention
+from parallel._block_xla import XlaBlockAttention as XlaBlockAttention
 from parallel._exchange import exchange as exchange
 from parallel._fsdp import gather_leaf as gather_leaf
 from parallel._fsdp import shard_axis as shard_axis
@@ -20,32 +27,62 @@ from parallel._mesh import REPLICA_AXIS as REPLICA_AXIS
 from parallel._mesh import SHARD_AXIS as SHARD_AXIS
 from parallel._mesh import check_machines as check_machines
 from parallel._mesh import data_mesh as data_mesh
+from parallel._online_softmax import Partial as Partial
 from parallel._packed_attention import XlaKernel as XlaKernel
 from parallel._packed_attention import packed_attention as packed_attention
 from parallel._packed_segments import PackedKernel as PackedKernel
 from parallel._packed_segments import PackedOutput as PackedOutput
 from parallel._packed_segments import PackedSegments as PackedSegments
 from parallel._pallas_attention import PallasKernel as PallasKernel
+from parallel._ring_attention import ring_attention as ring_attention
 from parallel._routes import Route as Route
 from parallel._routes import expand_route as expand_route
+from parallel._sequence_inputs import JointOutput as JointOutput
+from parallel._sequence_inputs import ReplicatedText as ReplicatedText
+from parallel._sequence_mesh import RING_AXES as RING_AXES
+from parallel._sequence_mesh import SEQUENCE_DATA_AXIS as SEQUENCE_DATA_AXIS
+from parallel._sequence_mesh import ULYSSES_AXES as ULYSSES_AXES
+from parallel._sequence_mesh import Placement as Placement
+from parallel._sequence_mesh import sequence_mesh as sequence_mesh
+from parallel._sequence_padding import PaddedSequence as PaddedSequence
+from parallel._sequence_padding import pad_sequence as pad_sequence
+from parallel._sequence_padding import unpad_sequence as unpad_sequence
 from parallel._tiles import KernelTiles as KernelTiles
 from parallel._tiles import Tiles as Tiles
+from parallel._torus_attention import torus_attention as torus_attention
+from parallel._ulysses_attention import ulysses_attention as ulysses_attention
+from parallel._ulysses_attention import usp_attention as usp_attention
 from parallel._uniform_attention import uniform_attention as uniform_attention
 
 __all__ = [
     "DATA_AXES",
     "REPLICA_AXIS",
+    "RING_AXES",
+    "SEQUENCE_DATA_AXIS",
     "SHARD_AXIS",
+    "ULYSSES_AXES",
     "AttentionLayout",
+    "BlockAttention",
+    "BlockMask",
+    "CudnnBlockAttention",
+    "DifferentiableAttention",
     "HeadGroup",
+    "JointOutput",
     "KernelTiles",
+    "PackedBlockAttention",
     "PackedKernel",
     "PackedOutput",
     "PackedSegments",
+    "PaddedSequence",
     "PallasKernel",
+    "Partial",
+    "Placement",
+    "PlatformBlockAttention",
+    "ReplicatedText",
     "Route",
     "Tiles",
     "TokenRoutes",
+    "XlaBlockAttention",
     "XlaKernel",
     "balanced_attention",
     "check_machines",
@@ -57,7 +94,14 @@ __all__ = [
     "gather_leaf",
     "make_balanced_attention",
     "packed_attention",
+    "pad_sequence",
+    "ring_attention",
+    "sequence_mesh",
     "shard_axis",
     "sharded_layer_scan",
+    "torus_attention",
+    "ulysses_attention",
     "uniform_attention",
+    "unpad_sequence",
+    "usp_attention",
 ]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -11,12 +12,14 @@ from parallel._pallas_backward import GradientRows, grad_keys_call, grad_queries
 from parallel._pallas_forward import LOG2_E, ForwardRows, forward_call
 from parallel._tiles import TILE_TABLE, KernelTiles, tile_visits
 
+_Rows = Array | jax.ShapeDtypeStruct
+
 # Offsets into arrays are signed 32-bit numbers in the kernels; rows are padded to a tile.
 _MOST_ELEMENTS = 2**31 - 2**16
 
 
 def kernel_tiles(
-    q: Array, k: Array, v: Array, scale: float, table: Mapping[tuple[int, str], KernelTiles] = TILE_TABLE
+    q: _Rows, k: _Rows, v: _Rows, scale: float, table: Mapping[tuple[int, str], KernelTiles] = TILE_TABLE
 ) -> KernelTiles | None:
     """The tiles of the GPU kernels for these rows; None where the kernels do not apply.
 

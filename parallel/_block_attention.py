@@ -1,0 +1,190 @@
+"""The contract of block attention: what one device computes for one block of queries and one of keys.
+
+All sequence-parallel attention here is made of such blocks. A block returns its output and log-sum-exp, so that blocks
+merge (`_online_softmax`); its gradient takes those of the whole softmax, so that contributions add up. cuDNN, the
+packed kernels, plain XLA, or a function of your own can serve.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from parallel._online_softmax import Partial, as_partial, row_products, share_of_whole
+
+
+class BlockMask(NamedTuple):
+    """Which queries attend to which keys. A condition that is None does not limit anything; all that are given hold.
+
+    Attributes:
+        q_ids, kv_ids: (b, l_q) and (b, l_k) segment ids, signed integers; rows attend to keys of their id. At most 0 =
+            padding: such rows attend to nothing (zeros, -inf), and nothing attends to such keys. Both or neither.
+        q_positions, kv_positions: (l_q,) and (l_k,) places in the sequence, int32; rows attend to keys that are not
+            behind them. Both or neither.
+    """
+
+    q_ids: Array | None = None
+    kv_ids: Array | None = None
+    q_positions: Array | None = None
+    kv_positions: Array | None = None
+
+    @property
+    def allows_all(self) -> bool:
+        """Whether every query attends to every key."""
+        return all(condition is None for condition in self)
+
+    def of_queries(self, rows: slice) -> "BlockMask":
+        """For some of the queries."""
+        return self._replace(
+            q_ids=None if self.q_ids is None else self.q_ids[:, rows],
+            q_positions=None if self.q_positions is None else self.q_positions[rows],
+        )
+
+
+@runtime_checkable
+class BlockAttention(Protocol):
+    """Attention of a block of queries (b, l_q, h, d) over one of keys and values (b, l_k, h_kv, d), and its gradient.
+
+    Heads of keys divide those of queries: query head i reads key head i // (h / h_kv). An implementation is hashable,
+    since it is a static argument. What is not finite in one segment must not reach another.
+    """
+
+    def forward(self, q: Array, k: Array, v: Array, mask: BlockMask, scale: float) -> Partial:
+        """Output (b, l_q, h, d) in any precision, and lse (b, l_q, h) of scaled logits in float32.
+
+        Rows that attend to nothing here give zeros and -inf.
+        """
+        ...
+
+    def backward(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        lse: Array,
+        d_out: Array,
+        mask: BlockMask,
+        scale: float,
+    ) -> tuple[Array, Array, Array]:
+        """What these keys contribute to the gradients of q, k and v, in any precision.
+
+        `out` and `lse` are of the softmax that the cotangent `d_out` belongs to, over these keys and any others.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DifferentiableAttention:
+    """A `BlockAttention` made of a plain function that JAX can differentiate.
+
+    The gradient runs the function again, for the block's own out and lse, and gives its derivative the cotangents that
+    these have in the whole: with w = exp(lse - lse of the whole), w d_out for out and w d_out . (out - out of the
+    whole) for lse. The function must therefore be differentiable in lse too, and give it in float32.
+    `jax.nn.dot_product_attention` does neither: its residual is rounded to the inputs' dtype and has no derivative.
+
+    Attributes:
+        function: f(q, k, v, mask, scale) -> (out, lse), shapes as in `BlockAttention.forward`. It must heed the mask.
+    """
+
+    function: Callable[[Array, Array, Array, BlockMask, float], tuple[Array, Array]]
+
+    def forward(self, q: Array, k: Array, v: Array, mask: BlockMask, scale: float) -> Partial:
+        """The function's results."""
+        return Partial(*self.function(q, k, v, mask, scale))
+
+    def backward(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        lse: Array,
+        d_out: Array,
+        mask: BlockMask,
+        scale: float,
+    ) -> tuple[Array, Array, Array]:
+        """The function's derivative, weighted by the block's share of the whole."""
+        (part_out, part_lse), pullback = jax.vjp(lambda q, k, v: self.function(q, k, v, mask, scale), q, k, v)
+        share = share_of_whole(part_lse.astype(jnp.float32), lse)
+        d_part_out = share[..., None] * d_out.astype(jnp.float32)
+        difference = part_out.astype(jnp.float32) - out.astype(jnp.float32)
+        d_part_lse = share * row_products(d_out, difference)
+        dq, dk, dv = pullback((d_part_out.astype(part_out.dtype), d_part_lse.astype(part_lse.dtype)))
+        return dq, dk, dv
+
+
+def block_forward(
+    block: BlockAttention, q: Array, k: Array, v: Array, mask: BlockMask, scale: float
+) -> Partial:
+    """A block's partial result in float32, its shapes checked.
+
+    Raises:
+        ValueError: if the block returns other shapes than its contract says.
+    """
+    out, lse = block.forward(q, k, v, mask, scale)
+    if out.shape != q.shape or lse.shape != q.shape[:3]:
+        raise ValueError(
+            f"block_attention: forward returns out of q's shape and lse of (batch, length, heads); got {out.shape} and"
+            f" {lse.shape} for q={q.shape}. Transpose lse if heads come first."
+        )
+    return as_partial(out, lse)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _local(block: BlockAttention, scale: float, mask: BlockMask, q, k, v) -> Array:
+    return block_forward(block, q, k, v, mask, scale).out.astype(q.dtype)
+
+
+def _local_fwd(block, scale, mask, q, k, v):
+    out, lse = block_forward(block, q, k, v, mask, scale)
+    out = out.astype(q.dtype)
+    return out, (mask, q, k, v, out, lse)
+
+
+def _local_bwd(block, scale, saved, d_out):
+    mask, q, k, v, out, lse = saved
+    gradients = once_differentiable(partial(_local_gradients, block, scale))(q, k, v, out, lse, d_out, mask)
+    return None, *(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True))
+
+
+def _local_gradients(block, scale, q, k, v, out, lse, d_out, mask):
+    return block.backward(q, k, v, out, lse, d_out, mask, scale)
+
+
+_local.defvjp(_local_fwd, _local_bwd)
+
+
+def once_differentiable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which refuses to be differentiated: it computes a gradient, through kernels and loops."""
+    guarded = jax.custom_jvp(function)
+
+    @guarded.defjvp
+    def _(*_):
+        raise NotImplementedError(
+            "sequence-parallel attention: first derivatives only; got a derivative of its gradient. Write the attention"
+            " in plain JAX."
+        )
+
+    return guarded
+
+
+def local_attention(
+    q: Float[Array, "b l_q h d"],
+    k: Float[Array, "b l_k h_kv d"],
+    v: Float[Array, "b l_k h_kv d"],
+    mask: BlockMask,
+    *,
+    scale: float,
+    block_attention: BlockAttention,
+) -> Float[Array, "b l_q h d"]:
+    """Attention of one block that is the whole softmax, with the block's own gradient; output in the queries' dtype.
+
+    Per device, no communication; keeps q, k, v, the output and lse for the gradient. What the public functions come
+    down to where nothing is divided; their checks are not repeated here.
+    """
+    return _local(block_attention, scale, mask, q, k, v)

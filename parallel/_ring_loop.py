@@ -1,0 +1,195 @@
+"""A ring of devices: each attends its queries to the keys of all, which pass from device to device.
+
+With R devices, device i holds the keys of device i - s at step s; k and v are one array, so that a step is one permute,
+and each step's permute is issued before the attention that hides it.
+
+The gradient sends keys round again, and behind them the gradients of these keys, to which each device adds its part:
+
+    own queries, first half   |  keys leave
+    step 1 .. R - 1           |  keys go on; gradients of the keys of the step before go on
+    own queries, second half  |  gradients of own keys come home
+
+so nothing waits for the first or the last permute either.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from parallel._block_attention import BlockAttention, BlockMask, block_forward
+from parallel._online_softmax import Partial, empty_partial, merge
+from parallel._routes import AxisName
+
+
+class Queries(NamedTuple):
+    """Queries on a device, with the ids and positions of their rows where masks need them."""
+
+    q: Float[Array, "b l_q h d"]
+    ids: Int[Array, "b l_q"] | None = None
+    positions: Int[Array, " l_q"] | None = None
+
+    def rows(self, rows: slice) -> "Queries":
+        """Some of them."""
+        ids = None if self.ids is None else self.ids[:, rows]
+        positions = None if self.positions is None else self.positions[rows]
+        return Queries(self.q[:, rows], ids, positions)
+
+
+class Keys(NamedTuple):
+    """Keys and values on a device, stacked, with the ids and positions of their rows where masks need them."""
+
+    kv: Float[Array, "2 b l_k h_kv d"]
+    ids: Int[Array, "b l_k"] | None = None
+    positions: Int[Array, " l_k"] | None = None
+
+
+class Attended(NamedTuple):
+    """Result of the whole softmax of some queries, and the cotangent of its output."""
+
+    out: Float[Array, "b l_q h d"]
+    lse: Float[Array, "b l_q h"]
+    d_out: Float[Array, "b l_q h d"]
+
+    def rows(self, rows: slice) -> "Attended":
+        """Of some of the queries."""
+        return Attended(*(x[:, rows] for x in self))
+
+
+class Gradients(NamedTuple):
+    """Contributions to the gradients of queries and keys, float32."""
+
+    dq: Float[Array, "b l_q h d"]
+    dkv: Float[Array, "2 b l_k h_kv d"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Who passes keys on, and what each device computes.
+
+    Attributes:
+        axis_name: mesh axis or axes of the ring; none for a single device.
+        block: attention of one device's queries to one device's keys.
+        scale: factor on the logits.
+    """
+
+    axis_name: AxisName
+    block: BlockAttention
+    scale: float
+
+    @property
+    def size(self) -> int:
+        """Devices."""
+        return lax.axis_size(self.axis_name)
+
+    def attend(self, queries: Queries, keys: Keys) -> Partial:
+        """Of these queries to these keys, here."""
+        k, v = keys.kv
+        return block_forward(self.block, queries.q, k, v, mask_of(queries, keys), self.scale)
+
+    def gradients(self, queries: Queries, attended: Attended, keys: Keys) -> Gradients:
+        """What these queries and these keys contribute to each other's gradients."""
+        (k, v), (out, lse, d_out) = keys.kv, attended
+        mask = mask_of(queries, keys)
+        dq, dk, dv = self.block.backward(queries.q, k, v, out, lse, d_out, mask, self.scale)
+        return Gradients(dq.astype(jnp.float32), jnp.stack([dk, dv]).astype(jnp.float32))
+
+
+def mask_of(queries: Queries, keys: Keys) -> BlockMask:
+    """The mask between queries and keys."""
+    return BlockMask(queries.ids, keys.ids, queries.positions, keys.positions)
+
+
+def ring_forward(ring: Ring, queries: Queries, keys: Keys, start: Partial | None = None) -> Partial:
+    """Attention of each device's queries to the keys of all devices, and to what `start` has attended already.
+
+    Communication per device: R - 1 permutes of k and v.
+    """
+    total = empty_partial(queries.q) if start is None else start
+    if ring.size == 1:
+        here = ring.attend(queries, keys)
+        return here if start is None else merge(start, here)
+
+    def step(carry, number):
+        total, moving = carry
+        ahead, _ = _passed_on(ring, moving)
+        return (merge(total, ring.attend(queries, _at_step(ring, moving, number))), ahead), None
+
+    steps = jnp.arange(ring.size - 1, dtype=jnp.int32)
+    (total, moving), _ = lax.scan(step, (total, keys), steps)
+    return merge(total, ring.attend(queries, _at_step(ring, moving, ring.size - 1)))
+
+
+def ring_backward(ring: Ring, queries: Queries, attended: Attended, keys: Keys) -> Gradients:
+    """Gradients of the device's queries, and of its keys from the queries of all devices.
+
+    Communication per device, in R + 1 permutes (2 if R = 2): the gradients of k and v move R - 1 times, in float32, and
+    k and v R times (1); the last, which brings them home, is the price of one loop body for all steps.
+    """
+    if ring.size == 1:
+        return ring.gradients(queries, attended, keys)
+    half = queries.q.shape[1] // 2
+    first, second = slice(0, half), slice(half, None)
+
+    # Barriers keep what hides a permute from being put off, or done before.
+    moving, _ = _passed_on(ring, keys)
+    own = ring.gradients(queries.rows(first), attended.rows(first), keys) if half else None
+    moving, own = lax.optimization_barrier((moving, own))
+    ahead = _passed_on(ring, moving)[0] if ring.size > 2 else moving
+    others = ring.gradients(queries, attended, _at_step(ring, moving, 1))
+    ahead, others = lax.optimization_barrier((ahead, others))
+
+    def step(carry, number):
+        others, moving = carry
+        ahead, (arrived,) = _passed_on(ring, moving, others.dkv)
+        here = ring.gradients(queries, attended, _at_step(ring, moving, number))
+        return (Gradients(others.dq + here.dq, arrived + here.dkv), ahead), None
+
+    if ring.size > 2:
+        steps = jnp.arange(2, ring.size, dtype=jnp.int32)
+        (others, _), _ = lax.scan(step, (others, ahead), steps)
+    home = _permuted(ring, [others.dkv])[0]
+    rest = ring.gradients(queries.rows(second), attended.rows(second), keys)
+    if own is None:
+        return Gradients(others.dq + rest.dq, home + rest.dkv)
+    dq = jnp.concatenate([own.dq, rest.dq], axis=1)
+    return Gradients(others.dq + dq, home + (own.dkv + rest.dkv))
+
+
+def _passed_on(ring: Ring, keys: Keys, *gradients: Array) -> tuple[Keys, list[Array]]:
+    """The previous device's keys, and its gradients of the keys of the step before.
+
+    In one permute: a device that may have only one transfer in flight hides that one, and waits for others. Positions
+    stay: they are known from the step.
+    """
+    arrays, structure = jax.tree.flatten((keys.kv, keys.ids, gradients))
+    kv, ids, moved = jax.tree.unflatten(structure, _permuted(ring, arrays))
+    return Keys(kv, ids, keys.positions), list(moved)
+
+
+def _permuted(ring: Ring, arrays: list[Array]) -> list[Array]:
+    """To the next device, in one array: several kinds of numbers travel as the bits that they are, and stay exact."""
+    pairs = [(i, (i + 1) % ring.size) for i in range(ring.size)]
+    if len(arrays) == 1:
+        return [lax.ppermute(arrays[0], ring.axis_name, pairs)]
+    bits = jnp.dtype(f"uint{8 * min(x.dtype.itemsize for x in arrays)}")
+    parts = [lax.bitcast_convert_type(x, bits) for x in arrays]
+    moved = lax.ppermute(jnp.concatenate([x.reshape(-1) for x in parts]), ring.axis_name, pairs)
+    edges = np.cumsum([x.size for x in parts])[:-1].tolist()
+    return [
+        lax.bitcast_convert_type(x.reshape(part.shape), of.dtype)
+        for x, part, of in zip(jnp.split(moved, edges), parts, arrays, strict=True)
+    ]
+
+
+def _at_step(ring: Ring, keys: Keys, number: Array | int) -> Keys:
+    """Keys with the positions of the device that they are of: a device's follow those of the one before."""
+    if keys.positions is None:
+        return keys
+    index = lax.axis_index(ring.axis_name)
+    owner = (index - number) % ring.size
+    return keys._replace(positions=keys.positions + (owner - index) * keys.kv.shape[2])

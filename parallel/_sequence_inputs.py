@@ -1,0 +1,231 @@
+"""What the sequence-parallel attentions have in common: their arguments, checked once, when they are traced."""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from parallel._routes import AxisName
+
+
+class ReplicatedText(NamedTuple):
+    """Text that attends, and is attended, together with a sequence that is sharded: the same on all devices.
+
+    Attributes:
+        q: (b, t, h, d) queries.
+        k, v: (b, t, h_kv, d) keys and values; t may be 0.
+        segment_ids: (b, t) ids of the sequences that the tokens belong to, 0 = padding. Without them text belongs to a
+            sequence that has no ids either.
+    """
+
+    q: Float[Array, "b t h d"]
+    k: Float[Array, "b t h_kv d"]
+    v: Float[Array, "b t h_kv d"]
+    segment_ids: Int[Array, "b t"] | None = None
+
+
+class JointOutput(NamedTuple):
+    """Attention output of the sharded sequence, and of the text, which is the same on all devices."""
+
+    out: Float[Array, "b l_loc h d"]
+    text: Float[Array, "b t h d"]
+
+
+SegmentIds = Array | tuple[Array, Array]
+
+
+class Inputs(NamedTuple):
+    """Checked arguments.
+
+    Attributes:
+        q, k, v: as given.
+        q_ids, kv_ids: segment ids, both or neither; int32.
+        text: as given, with ids where there are any.
+        scale: a Python number.
+        axes: mesh axes that share a sequence.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    q_ids: Array | None
+    kv_ids: Array | None
+    text: ReplicatedText | None
+    scale: float
+    axes: tuple[Any, ...]
+
+    @property
+    def text_length(self) -> int:
+        """Tokens of the text; 0 if there is none."""
+        return 0 if self.text is None else self.text.q.shape[1]
+
+    def result(self, out: Array, text: Array | None) -> Array | JointOutput:
+        """What the caller gets: the output, with the text's if there was a text, be it empty."""
+        if self.text is None:
+            return out
+        text = self.text.q if text is None else text
+        if _varying_axes(text):
+            # shard_map(check_vma=True) takes it for the same on all devices only from a collective.
+            first = lax.axis_index(self.axes) == 0
+            text = lax.psum(jnp.where(first, text, jnp.zeros_like(text)), self.axes)
+        return JointOutput(out, text)
+
+
+def check_inputs(
+    name: str,
+    axes: Mapping[str, AxisName],
+    qkv: tuple[Any, Any, Any],
+    *,
+    segment_ids: SegmentIds | None,
+    text: ReplicatedText | None,
+    scale: Any,
+) -> Inputs:
+    """The arguments of function `name`, checked, and the axes that share a sequence.
+
+    What is the same on all devices is marked as varying, as each device's share of its gradient will be; that is a type
+    of `shard_map(check_vma=True)`, and nothing otherwise.
+
+    Raises:
+        TypeError: for rows that are no floating point numbers or of several dtypes, ids that are no signed integers, or
+            a scale that is traced or no number.
+        ValueError: if shapes disagree; for a text without ids beside a sequence that has them; and for axes that are
+            missing, not manual, or given twice.
+    """
+    names = _check_axes(name, axes)
+    q, k, v = (jnp.asarray(x) for x in qkv)
+    _check_rows(name, "q, k and v", q, k, v)
+    ids = _id_pair(name, segment_ids, q, k)
+    if text is not None:
+        text = _check_text(name, text, q, k, has_ids=ids is not None)
+        if text.segment_ids is not None and ids is None:
+            ids = jnp.ones(q.shape[:2], jnp.int32), jnp.ones(k.shape[:2], jnp.int32)
+    q_ids, kv_ids = (None, None) if ids is None else ids
+    together = _varying_axes(q) | _varying_axes(k) | set(names)
+    mark = partial(_as_varying, axes=together)
+    q, k, v, q_ids, kv_ids, text = jax.tree.map(mark, (q, k, v, q_ids, kv_ids, text))
+    return Inputs(q, k, v, q_ids, kv_ids, text, _static_scale(name, scale, q.shape[-1]), names)
+
+
+def _varying_axes(x: Array) -> frozenset:
+    """Axes over which `shard_map(check_vma=True)` knows an array to differ; none without it."""
+    kind = jax.typeof(x)
+    manual = getattr(kind, "manual_axis_type", None)  # `vma` in some releases
+    return frozenset(getattr(kind, "vma", ()) if manual is None else manual.varying)
+
+
+def _as_varying(x: Array, axes: Iterable[Any]) -> Array:
+    missing = tuple(axis for axis in axes if axis not in _varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _check_axes(name: str, axes: Mapping[str, AxisName]) -> tuple[Any, ...]:
+    """The axes in order: of an enclosing `shard_map`, each once."""
+    seen: dict[Any, str] = {}
+    mesh = jax.sharding.get_abstract_mesh()
+    for argument, axis in axes.items():
+        for one in axis if isinstance(axis, tuple) else (axis,):
+            try:
+                lax.axis_size(one)
+            except NameError as error:
+                raise ValueError(
+                    f"{name}: {argument} is a manual axis of the shard_map around the call; got {one!r}, with mesh axes"
+                    f" {mesh.axis_names}, of them manual {tuple(mesh.manual_axes)}. Call it inside jax.shard_map over"
+                    " a mesh that has the axis; if shard_map has axis_names, name it there too."
+                ) from error
+            if one in seen:
+                raise ValueError(
+                    f"{name}: every axis has one part; got {one!r} in {seen[one]} and in {argument}. Split the axis in"
+                    " two when the mesh is made (sequence_mesh), or leave one of them out as ()."
+                )
+            seen[one] = argument
+    return tuple(seen)
+
+
+def _check_rows(name: str, what: str, q: Array, k: Array, v: Array) -> None:
+    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (q, k, v)) or not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"{name}: {what} are floating point, of one dtype; got {q.dtype}, {k.dtype} and {v.dtype}. Cast them."
+        )
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(
+            f"{name}: {what} are (batch, length, heads, head_dim); got {q.shape}, {k.shape} and {v.shape}. Add axes of"
+            " size 1."
+        )
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"{name}: {what} have one batch and head_dim, and v the shape of k; got {q.shape}, {k.shape} and {v.shape}."
+        )
+    if not k.shape[2] or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{name}: heads of keys divide those of queries; got q={q.shape[2]}, k={k.shape[2]} heads. Repeat heads of"
+            " k and v."
+        )
+
+
+def _id_pair(name: str, segment_ids: SegmentIds | None, q: Array, k: Array) -> tuple[Array, Array] | None:
+    if segment_ids is None:
+        return None
+    pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    if len(pair) != 2:
+        raise ValueError(
+            f"{name}: segment_ids is one array, or a pair of query and key ids; got {len(pair)} arrays."
+        )
+    q_ids, kv_ids = (
+        _check_ids(name, f"segment_ids of {what}", ids, x)
+        for what, ids, x in zip("qk", pair, (q, k), strict=True)
+    )
+    return q_ids, kv_ids
+
+
+def _check_ids(name: str, what: str, ids: Any, rows: Array) -> Array:
+    ids = jnp.asarray(ids)
+    if not jnp.issubdtype(ids.dtype, jnp.signedinteger):
+        raise TypeError(f"{name}: {what} are signed integers; got {ids.dtype}. Use int32.")
+    if ids.shape != rows.shape[:2]:
+        raise ValueError(
+            f"{name}: {what} are (batch, length) like the rows; got {ids.shape} for rows {rows.shape}. Give a pair"
+            " (query ids, key ids) if lengths differ, and ids of the device's own rows."
+        )
+    return ids.astype(jnp.int32)
+
+
+def _check_text(name: str, text: ReplicatedText, q: Array, k: Array, *, has_ids: bool) -> ReplicatedText:
+    text = jax.tree.map(jnp.asarray, text)
+    _check_rows(name, "the text's q, k and v", text.q, text.k, text.v)
+    for mine, of in ((text.q, q), (text.k, k)):
+        if mine.dtype != of.dtype or (mine.shape[0], *mine.shape[2:]) != (of.shape[0], *of.shape[2:]):
+            raise ValueError(
+                f"{name}: text has batch, heads, head_dim and dtype of the sequence; got {mine.dtype}{list(mine.shape)}"
+                f" beside {of.dtype}{list(of.shape)}."
+            )
+    if text.q.shape[1] != text.k.shape[1]:
+        raise ValueError(
+            f"{name}: the text's q and k have one length; got {text.q.shape} and {text.k.shape}. For keys without"
+            " queries give them as k and v with keys_replicated=True."
+        )
+    if text.segment_ids is not None:
+        ids = _check_ids(name, "segment_ids of the text", text.segment_ids, text.q)
+        return text._replace(segment_ids=ids)
+    if has_ids and text.q.shape[1]:
+        raise ValueError(
+            f"{name}: text beside rows with segment_ids has segment_ids too; got none for text of {text.q.shape}. Give"
+            " each token the id of its sequence (1 if padding is all that segment_ids mark)."
+        )
+    return text._replace(segment_ids=jnp.zeros(text.q.shape[:2], jnp.int32) if has_ids else None)
+
+
+def _static_scale(name: str, scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return head_dim**-0.5
+    if isinstance(scale, jax.core.Tracer):
+        raise TypeError(
+            f"{name}: scale is a static number; got a traced one. Multiply q by it, and give scale=1."
+        )
+    try:
+        return float(scale)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: scale is a number; got a {type(scale).__name__}.") from error
