@@ -24,7 +24,7 @@ For the gradient queries and keys are kept as they were pulled:
 
 One machine of R devices is ring attention: it is computed here too.
 
-Reference: shared/ALGORITHMS.md section 2, after SwiftFusion, where each pulled part goes through the exchange of its
+Reference: SwiftFusion (arXiv 2601.20273), where each pulled part goes through the exchange of its
 machine on arrival.
 """
 

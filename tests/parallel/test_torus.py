@@ -29,14 +29,22 @@ ALL = Case(segments=3, causal=True, text=5, kv_heads=2)
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 1, 1), (2, 1, 1), (2, 4, 1), (4, 2, 1), (2, 2, 2), (3, 1, 1), (1, 2, 2)]
+    "shape",
+    [
+        (4, 2, 1),
+        (3, 1, 1),
+        *(
+            pytest.param(shape, marks=pytest.mark.full)
+            for shape in [(1, 1, 1), (2, 1, 1), (2, 4, 1), (2, 2, 2), (1, 2, 2)]
+        ),
+    ],
 )
 def test_meshes(shape):
     """(machines, ulysses, ring); on 8 devices of Ulysses half of the heads are zeros."""
     check(TORUS, mesh_of(m=shape[0], u=shape[1], r=shape[2]), ORDER, Case(text=2))
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize("shape", [(2, 2, 1), pytest.param((2, 1, 2), marks=pytest.mark.full)])
 def test_packed_causal_with_text_and_grouped_heads(shape):
     check(TORUS, mesh_of(m=shape[0], u=shape[1], r=shape[2]), ORDER, ALL)
 
@@ -74,6 +82,7 @@ def test_any_shape(data):
     check(TORUS, mesh_of(m=shape[0], u=shape[1], r=shape[2]), ORDER, case, tolerance=3e-5)
 
 
+@pytest.mark.full
 def test_more_keys_than_queries():
     check(TORUS, mesh_of(m=2, u=2, r=1), ORDER, Case(q_loc=2, k_loc=5, segments=2, text=1))
 
@@ -83,6 +92,7 @@ def test_heads_that_do_not_divide():
     check(TORUS, mesh_of(m=4, u=2, r=1), ORDER, Case(q_loc=1, k_loc=1, heads=30, kv_heads=30, dim=2, batch=1))
 
 
+@pytest.mark.full
 def test_axes_of_the_mesh_builder():
     mesh = sequence_mesh(
         ulysses_degree=4, ring_degree=2, placement=Placement.ULYSSES_ACROSS, devices_per_machine=4
@@ -93,6 +103,7 @@ def test_axes_of_the_mesh_builder():
     check(attention, mesh, (ULYSSES_AXES[0], *RING_AXES, ULYSSES_AXES[1]), Case(causal=True))
 
 
+@pytest.mark.full
 def test_a_poisoned_segment_changes_no_other():
     check_poison(TORUS, mesh_of(m=2, u=1, r=2), ORDER, Case(segments=3, text=4))
 
@@ -101,6 +112,7 @@ def test_replicated_keys():
     check_replicated_keys(TORUS, mesh_of(m=2, u=2, r=1), ORDER)
 
 
+@pytest.mark.full
 def test_bfloat16_errors_are_those_of_one_device():
     alone = Case(q_loc=64, k_loc=64, batch=1, dim=8, dtype=jnp.bfloat16)
     case = Case(q_loc=8, k_loc=8, batch=1, dim=8, dtype=jnp.bfloat16)
