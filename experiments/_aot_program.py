@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 from experiments._components import RunSettings
 from experiments._config import load_config
 from experiments._feed import Planner, home_rows, size_capacity
-from experiments._run import make_planner, make_program
+from experiments._run import make_program
 from experiments._run_data import Data, open_data
+from experiments._run_planner import make_planner
 from experiments._workdir import checked_settings
 from experiments.data import StepReader
 from experiments.hlo import Buffer, parse_buffers

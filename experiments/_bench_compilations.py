@@ -15,8 +15,8 @@ from experiments._bench_batches import SCALE, fresh_joint, fresh_mix, fresh_tail
 from experiments._bench_report import Section, markdown_table, paragraph
 from experiments._config import find_config, load_config
 from experiments._feed import Planner
-from experiments._run import CPU_LINKS, make_planner
 from experiments._run_data import open_data
+from experiments._run_planner import CPU_LINKS, make_planner
 from experiments._workdir import checked_settings
 from experiments.data import StepIndex
 from solver import BalancePlan, CostModel, StepCapacity, StepLayout, Topology, capacity_for

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from experiments._bench_batches import RowWidths, random_data
 from experiments._feed import Planner, PreparedStep, StepAssembler, size_capacity
 from experiments._platform import compiler_options
-from experiments._run import CPU_LINKS
+from experiments._run_planner import CPU_LINKS
 from experiments.data import StepIndex
 from jaxdit.encoders import PrecomputedText
 from jaxdit.models import MMDiT, MMDiTConfig
@@ -169,7 +169,8 @@ def with_equal_attention(inputs: StepInputs) -> StepInputs:
     `query_blocks` in neither.
     """
     group = _only_group(inputs.tables)
-    ranges = np.array(group.key_blocks)
+    blocks: Any = group.key_blocks  # on the devices
+    ranges = np.array(blocks)
     num_key_blocks = group.query_blocks.shape[2]
     pairs = (ranges[..., 1] - ranges[..., 0]).sum(-1)
     missing = pairs.max(axis=0) - pairs  # of each micro-batch
@@ -178,7 +179,7 @@ def with_equal_attention(inputs: StepInputs) -> StepInputs:
     added = np.clip(missing[..., None] - before, 0, room)
     assert np.array_equal(added.sum(-1), missing), "ranges up to the last key block must have room"
     ranges[..., 1] += added[..., ::-1]
-    placed = jax.device_put(ranges, group.key_blocks.sharding)
+    placed = jax.device_put(ranges, blocks.sharding)
     return inputs._replace(tables=inputs.tables._replace(attention=(group._replace(key_blocks=placed),)))
 
 

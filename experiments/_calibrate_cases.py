@@ -20,7 +20,7 @@ _LEAST_CHECKED = 8
 # Of the lengths of checked sequences, before they are clipped: median over the tokens of a device, and spread.
 _MEDIAN_SHARE, _SPREAD = 1 / 6, 0.8
 # Tokens a device of the checked programs, over the longest measured length.
-_SHARES = (0.3, 0.6, 1.0)
+_SHARES = (0.3, 0.6, 1.0, 0.8)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _in_parts(length: int, text: int, num_devices: int) -> StepIndex:
 
 
 def random_cases(bench: Bench, longest: int, num: int, *, seed: int = 0) -> list[Case]:
-    """Random batches, dealt over three programs that differ in bags and tokens, sized as a run's is.
+    """Random batches, dealt over programs that differ in bags and tokens, sized as a run's is.
 
     Lengths are log-normal, so that a device often has one long sequence among short ones; sequences start on the
     devices in turn.
@@ -87,12 +87,13 @@ def random_cases(bench: Bench, longest: int, num: int, *, seed: int = 0) -> list
         seed: of the draws.
     """
     devices = bench.num_devices
-    all_bags = (None, f"g1n{devices}", f"g{devices}n1") if devices > 1 else (None,) * 3
+    all_bags = (None, f"g1n{devices}", f"g{devices}n1", "auto") if devices > 1 else (None,) * 4
     cases: list[Case] = []
     for p, (bags, share) in enumerate(zip(all_bags, _SHARES, strict=True)):
         rng = np.random.default_rng([seed, p])
         tokens = max(int(share * longest), 2 * _LEAST_CHECKED)
-        indices = [_random_index(bench, tokens, rng, step) for step in range(num // 3 + (p < num % 3))]
+        here = num // len(all_bags) + (p < num % len(all_bags))
+        indices = [_random_index(bench, tokens, rng, step) for step in range(here)]
         if not indices:
             continue
         capacity: StepCapacity = size_capacity(bench.planner(bags), iter(indices))

@@ -20,7 +20,7 @@ from experiments._calibration import Calibration, load_calibration
 from experiments._disk import write_text, writing
 from experiments._platform import ProcessSettings, cpu_cores, make_mesh, prepare_platform
 from experiments._program import UserError, checking
-from experiments._run import default_links
+from experiments._run_planner import default_links
 
 _ONE_DEVICE = "there is one device, and nothing to exchange"
 _NOTHING_SENT = "no rows were sent"

@@ -8,10 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from experiments._calibration import BlockShape
+from experiments._calibration import LARGEST_BLOCK, LONGEST, BlockShape
 from experiments._program import UserError
 
-_LONGEST = 1 << 20
 _FEWEST_LENGTHS = 3
 
 # FLUX.1's blocks, one of each kind, on GPUs; on CPU what ends within minutes.
@@ -69,8 +68,8 @@ class Requested:
                 "--width must be an even multiple of --num-heads, both positive; got"
                 f" width={shape.width}, num_heads={shape.num_heads}."
             )
-        if not 8 <= shape.block <= 4096 or shape.block % 8:
-            raise UserError(f"--block must be a multiple of 8 in [8, 4096]; got {shape.block}.")
+        if not 8 <= shape.block <= LARGEST_BLOCK or shape.block % 8:
+            raise UserError(f"--block must be a multiple of 8 in [8, {LARGEST_BLOCK}]; got {shape.block}.")
         if shape.text < 0:
             raise UserError(f"--text must not be negative; got {shape.text}.")
         return shape
@@ -119,8 +118,8 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise UserError(f"--lengths are whole numbers between commas, such as 64,128,256; got {text!r:.100}.")
     lengths = sorted({int(part) for part in parts})
-    if len(lengths) < _FEWEST_LENGTHS or not 2 <= lengths[0] <= lengths[-1] <= _LONGEST:
+    if len(lengths) < _FEWEST_LENGTHS or not 2 <= lengths[0] <= lengths[-1] <= LONGEST:
         raise UserError(
-            f"--lengths are at least {_FEWEST_LENGTHS} different ones in [2, {_LONGEST}]; got {text!r:.100}."
+            f"--lengths are at least {_FEWEST_LENGTHS} different ones in [2, {LONGEST}]; got {text!r:.100}."
         )
     return tuple(lengths)

@@ -17,7 +17,9 @@ _LOG = logging.getLogger(__name__)
 DEFAULT_GAMMA = 0.4
 FORMAT = "jaxdit calibration"
 VERSION = 1
-_LARGEST = 1e300
+_LARGEST = 1e6  # seconds, and all else: far beyond any machine's
+LONGEST = 1 << 20  # tokens of a sequence that is measured
+LARGEST_BLOCK = 4096
 _REMEDY = "Write one with `python -m experiments.calibrate`."
 
 
@@ -151,11 +153,11 @@ def load_calibration(path: str | Path) -> Calibration:
         raise UserError(f"calibration {path} cannot be read: {reason}. {_REMEDY}") from error
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"calibration {path} is not JSON: {error}. {_REMEDY}") from error
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise UserError(f"{path} is not a calibration: it has no format {FORMAT!r}. {_REMEDY}")
-    if value.get("version") != VERSION:
+    if type(value.get("version")) is not int or value["version"] != VERSION:
         raise UserError(
             f"calibration {path} must be of version {VERSION}; got {value.get('version')!r:.40}. {_REMEDY}"
         )
@@ -185,7 +187,7 @@ def _parsed(value: dict[str, Any]) -> Calibration:
             dtype=_text(shape, "dtype", "shape."),
         ),
         lengths=tuple(_count({"entry": x}, "entry", "lengths.") for x in lengths),
-        seconds=tuple(_number({"entry": x}, "entry", "seconds.", positive=True) for x in seconds),
+        seconds=tuple(_number({"entry": x}, "entry", "seconds.", least=1e-12) for x in seconds),
         two_columns=TwoColumnFit(
             token_s=_number(two, "token_s", "fits.two_columns."),
             pair_s=_number(two, "pair_s", "fits.two_columns."),
@@ -195,16 +197,20 @@ def _parsed(value: dict[str, Any]) -> Calibration:
         ),
         terms=TermsFit(
             launch_s=_number(terms, "launch_s", "fits.terms."),
-            linear_s_per_flop=_number(terms, "linear_s_per_flop", "fits.terms.", positive=True),
+            linear_s_per_flop=_number(terms, "linear_s_per_flop", "fits.terms.", least=1e-24),
             attention_s_per_flop=_number(terms, "attention_s_per_flop", "fits.terms."),
             exchange_s_per_byte=None
             if exchange is None
-            else _number(terms, "exchange_s_per_byte", "fits.terms."),
+            else _number(terms, "exchange_s_per_byte", "fits.terms.", least=1e-24),
             quality=_quality(terms, "fits.terms."),
         ),
         no_exchange=_text(terms, "no_exchange", "fits.terms.") if exchange is None else None,
         record={name: entry for name, entry in value.items() if name not in known},
     )
+    if found.shape.block % 8 or not 8 <= found.shape.block <= LARGEST_BLOCK:
+        raise ValueError(
+            f"shape.block must be a multiple of 8 in 8 .. {LARGEST_BLOCK}; got {found.shape.block}. {_REMEDY}"
+        )
     if found.shape.dtype not in ("float32", "bfloat16"):
         raise ValueError(f"shape.dtype must be float32 or bfloat16; got {found.shape.dtype!r:.40}.")
     found.cost_model(found.shape.width)  # refuses a width or gamma that no model has
@@ -241,28 +247,32 @@ def _text(value: Mapping[str, Any], name: str, place: str = "") -> str:
     return text
 
 
-def _count(value: Mapping[str, Any], name: str, place: str = "", *, least: int = 1) -> int:
+def _count(
+    value: Mapping[str, Any], name: str, place: str = "", *, least: int = 1, most: int = LONGEST
+) -> int:
     count = _entry(value, name, place)
-    if not isinstance(count, int) or isinstance(count, bool) or count < least:
+    if not isinstance(count, int) or isinstance(count, bool) or not least <= count <= most:
         raise ValueError(
-            f"{place}{name} must be an integer of at least {least}; got {count!r:.40}. {_REMEDY}"
+            f"{place}{name} must be an integer in {least} .. {most}; got {count!r:.40}. {_REMEDY}"
         )
     return count
 
 
-def _number(value: Mapping[str, Any], name: str, place: str, *, positive: bool = False) -> float:
+def _number(value: Mapping[str, Any], name: str, place: str, *, least: float = 0.0) -> float:
     number = _entry(value, name, place)
     right = isinstance(number, int | float) and not isinstance(number, bool)
-    if not right or not 0 <= number <= _LARGEST or (positive and number == 0):
-        bound = "> 0" if positive else ">= 0"
-        raise ValueError(f"{place}{name} must be a finite number {bound}; got {number!r:.40}. {_REMEDY}")
+    if not right or not least <= number <= _LARGEST:
+        raise ValueError(
+            f"{place}{name} must be a number in {least:g} .. {_LARGEST:g}; got {number!r:.40}. {_REMEDY}"
+        )
     return float(number)
 
 
 def _quality(fit: Mapping[str, Any], place: str) -> Quality:
     part, place = _part(fit, "quality", place), f"{place}quality."
     r_squared = _entry(part, "r_squared", place)
-    if not isinstance(r_squared, int | float) or not r_squared <= 1:
+    is_number = isinstance(r_squared, int | float) and not isinstance(r_squared, bool)
+    if not is_number or not -_LARGEST <= r_squared <= 1:
         raise ValueError(f"{place}r_squared must be a number of at most 1; got {r_squared!r:.40}. {_REMEDY}")
     return Quality(
         float(r_squared),

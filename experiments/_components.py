@@ -316,6 +316,7 @@ class RunSettings:
     bags: str | None
     gamma: float | None
     calibration: str | None
+    max_rows: float | None
     block: int
     head_groups: int
     shards: int
@@ -349,6 +350,7 @@ def train(
     bags: str | None = "auto",
     gamma: float | None = None,
     calibration: str | None = None,
+    max_rows: float | None = None,
     block: int = 128,
     head_groups: int = 1,
     shards: int = 1,
@@ -385,6 +387,8 @@ def train(
         gamma: relative cost of a FLOP of attention, for the planner; None for the calibration's, or 0.4 without one.
         calibration: file written by `python -m experiments.calibrate` on the devices of the run, for the planner; what
             it says is used on other devices too, with a warning.
+        max_rows: with bags='auto', the most rows of the attention layout on a device over the mean, at least 1: what
+            memory allows. A batch that cannot keep to it stops the run. None sets no limit.
         block: attention block size in rows.
         head_groups: parts in which attention is computed; of two, exchanges of one run under attention of the other on
             GPUs.

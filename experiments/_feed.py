@@ -46,6 +46,7 @@ class Planner:
         cost: cost model.
         topology: machines of the devices; one machine if None.
         links: speeds that `bags="auto"` compares plans by.
+        max_rows: most rows of the attention layout that a device may have with `bags="auto"`, over the mean.
         block: attention block size in rows.
         head_groups: parts in which attention is computed.
         padded: whether the platform needs padded exchanges.
@@ -57,6 +58,7 @@ class Planner:
     cost: CostModel
     topology: Topology | None = None
     links: Links = field(default_factory=Links)
+    max_rows: float | None = None
     block: int = 128
     head_groups: int = 1
     padded: bool = True
@@ -77,6 +79,7 @@ class Planner:
             text_lengths=index.text_lengths,
             topology=self.topology,
             links=self.links,
+            max_rows=self.max_rows if bags == "auto" else None,
         )
 
     def loads(self, indices: Iterable[StepIndex]) -> tuple[np.ndarray, np.ndarray]:

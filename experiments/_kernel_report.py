@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments._program import UserError, log_to_stderr, run_program
+from experiments._program import UserError, log_to_stderr, run_program, write_report
 
 _LOG = logging.getLogger(__name__)
 
@@ -218,7 +218,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--target must be a file; got {args.target}. XLA's sources have one of each GPU.")
     text = json.dumps([asdict(x) for x in kernel_report(args.target.read_text())], indent=1) + "\n"
     if args.json is None:
-        sys.stdout.write(text)
+        write_report(text)
     else:
         args.json.write_text(text)
     return 0

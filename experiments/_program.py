@@ -58,6 +58,22 @@ def run_program(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]
     return _leave(EXIT_INTERRUPTED if message is None else EXIT_USER_ERROR)
 
 
+def write_report(text: str) -> None:
+    """Writes to standard output; a reader that has seen enough is no error.
+
+    Raises:
+      UserError: with the system's reason.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        # What is left in the buffer would fail again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise UserError(f"cannot write to standard output: {error.strerror}.") from error
+
+
 def log_to_stderr(form: str = "%(asctime)s %(message)s") -> None:
     """Sends the log to stderr, without what libraries say of themselves."""
     logging.basicConfig(level=logging.INFO, format=form, datefmt="%H:%M:%S", stream=sys.stderr)

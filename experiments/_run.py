@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import zlib
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,127 +17,30 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
-from experiments._calibration import DEFAULT_GAMMA, load_calibration
 from experiments._components import AdapterSpec, RunSettings
 from experiments._config import UserError, checking
 from experiments._disk import size_text
 from experiments._feed import Planner, size_capacity
-from experiments._platform import compiler_options, device_memory_bytes, needs_padded_exchange
+from experiments._platform import compiler_options, device_memory_bytes
 from experiments._pretrained import Pretrained
 from experiments._run_data import Data
+from experiments._run_planner import planner_on, warn_of_differences
 from experiments.data import Sampler
 from jaxdit.training import TrainProgram, TrainState, bytes_per_device
 from jaxdit.weights import add_lora
-from parallel import check_machines
-from solver import BagSpec, CostModel, Links, RouteCapacity, StepCapacity, Topology, parse_bags
+from solver import BagSpec, RouteCapacity, StepCapacity
 
 _LOG = logging.getLogger(__name__)
 
 # Parameters, two moments, EMA, gradients: arrays of the parameters' size that a device holds during a step.
 _COPIES = 5
-_LARGEST_BLOCK = 4096
 # Where Linux says how much memory a container may use: control groups of version 2, and of version 1.
 _CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-# Virtual devices exchange rows by copying memory: slow, but not beside what they compute.
-CPU_LINKS = Links(
-    flops_per_s=100e9, inside_bytes_per_s=10e9, across_bytes_per_s=10e9, element_bytes=4, padded=True
-)
 # Share of a device's memory that they may take; activations need the rest.
 _MEMORY_SHARE = 0.8
-
-
-def make_planner(
-    settings: RunSettings, num_devices: int, *, padded: bool, of_a_machine: int | None = None
-) -> Planner:
-    """The planner of a run; `padded` as in `Planner`.
-
-    Args:
-        settings: of the run.
-        num_devices: of its mesh.
-        padded: as in `Planner`.
-        of_a_machine: devices of a machine where the settings leave it open; all, if None or no divisor of them.
-
-    Raises:
-        UserError: for a malformed bag spec, or one that does not divide the devices.
-    """
-    with checking("train.bags"):
-        bags: BagSpec | str | None = settings.bags
-        if settings.bags is not None and settings.bags != "auto":
-            bags = spec = parse_bags(settings.bags)
-            spec.layout(num_devices)
-    topology = None
-    if of_a_machine is not None and num_devices % of_a_machine:
-        of_a_machine = None
-    if settings.devices_per_machine is not None:
-        of_a_machine = settings.devices_per_machine
-        if of_a_machine < 1 or num_devices % of_a_machine:
-            raise UserError(
-                "train.devices_per_machine must be at least 1 and divide the devices; got"
-                f" devices_per_machine={of_a_machine} and {num_devices} devices."
-            )
-    if of_a_machine is not None:
-        topology = Topology(num_devices // of_a_machine, of_a_machine)
-    cost, links = _costs(settings, padded=padded)
-    if not 8 <= settings.block <= _LARGEST_BLOCK or settings.block % 8:
-        raise UserError(
-            f"train.block must be a multiple of 8 in [8, {_LARGEST_BLOCK}]; got block={settings.block}. Try 128."
-        )
-    if not 1 <= settings.head_groups <= settings.model.num_heads:
-        raise UserError(
-            f"train.head_groups must be in [1, {settings.model.num_heads}], the model's heads; got"
-            f" head_groups={settings.head_groups}. Take 1 or 2."
-        )
-    return Planner(
-        num_devices=num_devices,
-        num_heads=settings.model.num_heads,
-        bags=bags,
-        cost=cost,
-        topology=topology,
-        links=links,
-        block=settings.block,
-        head_groups=settings.head_groups,
-        padded=padded,
-    )
-
-
-def _devices_of_a_process(mesh: Mesh) -> int | None:
-    """Devices of each process, if there are several processes with several devices each; else None."""
-    counts = set(Counter(device.process_index for device in mesh.devices.flat).values())
-    count = counts.pop()
-    return count if not counts and 1 < count < mesh.devices.size else None
-
-
-def default_links(*, padded: bool) -> Links:
-    """Speeds where none were measured; `padded` as in `Planner`."""
-    return CPU_LINKS if padded else Links()
-
-
-def _costs(settings: RunSettings, *, padded: bool) -> tuple[CostModel, Links]:
-    """What plans are compared by: measured where there is a calibration, and a gamma that is set wins over it."""
-    model, links = settings.model, default_links(padded=padded)
-    with checking():
-        if settings.calibration is None:
-            gamma = DEFAULT_GAMMA if settings.gamma is None else settings.gamma
-            return CostModel(model.width, gamma), links
-        calibration = load_calibration(settings.calibration)
-        cost = calibration.cost_model(model.width)
-        if settings.gamma is not None:
-            cost = dataclasses.replace(cost, gamma=settings.gamma)
-        return cost, calibration.links(links)
-
-
-def _warn_of_differences(settings: RunSettings, mesh: Mesh) -> None:
-    """Warn of a calibration that was measured on other devices or another model."""
-    if settings.calibration is not None:
-        load_calibration(settings.calibration).warn_of_differences(
-            device_kind=mesh.devices.flat[0].device_kind,
-            width=settings.model.width,
-            num_heads=settings.model.num_heads,
-            dtype=np.dtype(settings.model.dtype).name,
-        )
 
 
 def make_module(settings: RunSettings) -> nnx.Module:
@@ -201,16 +103,8 @@ class Run:
         if data is None:  # the calibration is of the devices that trained, and pictures do not depend on it
             settings = dataclasses.replace(settings, calibration=None)
         else:
-            _warn_of_differences(settings, mesh)
-        planner = make_planner(
-            settings,
-            mesh.devices.size,
-            padded=needs_padded_exchange(mesh),
-            of_a_machine=_devices_of_a_process(mesh),
-        )
-        if planner.topology is not None:
-            with checking("train.devices_per_machine"):
-                check_machines(mesh, planner.topology.devices_per_machine)
+            warn_of_differences(settings, mesh)
+        planner = planner_on(settings, mesh)
         run = cls(settings, mesh, planner, make_program(settings, mesh), data)
         run._check_memory(_COPIES if data else 1)
         if data is not None:

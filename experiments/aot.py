@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments._program import UserError, log_to_stderr, run_program
+from experiments._program import UserError, log_to_stderr, run_program, write_report
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         pages = [*pages[:1], remat_table(reports) + "\n"]
     elif len(reports) > 1:
         pages.append(compare_table(reports) + "\n")
-    sys.stdout.write("\n".join(pages))
+    write_report("\n".join(pages))
     if args.out is not None:
         _write(args.out, "report.md", "\n".join(pages))
     for report in reports[:1]:

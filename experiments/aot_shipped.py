@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments._program import UserError, log_to_stderr, run_program
+from experiments._program import UserError, log_to_stderr, run_program, write_report
 
 _FLUX = "flux_32xh100"
 _MADE_UP = (
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         label = " ".join([config, *bindings, "sampling" if forward_only else "training"])
         dry_run = DryRun(Target(gpu, parse_machines(topology)), forward_only)
         report = dry_run.report(dry_run.prepared(config, bindings), label)
-        sys.stdout.write(f"{label}: {fits_line(report)} {nothing_under_line(report)}\n")
+        write_report(f"{label}: {fits_line(report)} {nothing_under_line(report)}\n")
         sys.stdout.flush()
         if not found and args.figures is not None:
             save_figures(report, args.figures, "aot_flux")

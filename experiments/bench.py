@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from experiments._program import UserError, log_to_stderr, run_program
+from experiments._program import UserError, log_to_stderr, run_program, write_report
 
 _LOG = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         command = f"python -m experiments.bench --only {name}{' --quick' * args.quick}"
         text = f"## {section.title}\n\n{section.body}\n\n{conditions.line(command, SECTIONS[name])}"
         figures[name] = {**section.figures, "conditions": asdict(conditions)}
-        sys.stdout.write(text + "\n\n")
+        write_report(text + "\n\n")
         if out is not None:
             write_section(out, name, text)
     if args.json is not None:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from experiments._program import UserError, log_to_stderr, run_program
+from experiments._program import UserError, log_to_stderr, run_program, write_report
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         _LOG.info("%s ...", name)
         section = _runner(name)(quick=args.quick)
         command = f"python -m experiments.bench_gpu --only {name}{' --quick' * args.quick}"
-        sys.stdout.write(f"## {section.title}\n\n{section.body}\n\n{conditions.line(command, where)}\n\n")
+        write_report(f"## {section.title}\n\n{section.body}\n\n{conditions.line(command, where)}\n\n")
         figures[name] = {**section.figures, "devices": where, "conditions": asdict(conditions)}
     if args.json is not None:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments._program import UserError, log_to_stderr, run_program
+from experiments._program import UserError, log_to_stderr, run_program, write_report
 
 # Set by launchers in every one of several processes: SLURM's srun, Open MPI's mpirun.
 _LAUNCHED = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
@@ -73,12 +73,17 @@ def main(argv: Sequence[str]) -> int:
     from experiments._disk import check_writable
 
     if args.check:
-        sys.stdout.write(check_file(Path(args.check), requested, command))
+        write_report(check_file(Path(args.check), requested, command))
         return 0
     if args.out.suffix != ".json":
         raise UserError(f"--out must end in .json, the figure gets the same name; got {args.out}.")
+    for path in (args.out, args.out.with_suffix(".png")):
+        if path.is_dir():
+            raise UserError(
+                f"--out and its figure are files to write; {path} is a folder. Choose another --out."
+            )
     check_writable(args.out.parent, option="--out")
-    sys.stdout.write(calibrate(args.out, requested, command))
+    write_report(calibrate(args.out, requested, command))
     return 0
 
 

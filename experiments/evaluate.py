@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments._program import UserError, log_to_stderr, run_program, seed
+from experiments._program import UserError, log_to_stderr, run_program, seed, write_report
 
 NUM_SAMPLES = 200
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         "recognised_by_digit": [float(correct[labels == digit].mean()) for digit in range(10)],
         "recognised_by_size": by_size,
     }
-    sys.stdout.write(json.dumps(result) + "\n")
+    write_report(json.dumps(result) + "\n")
     return 0
 
 

@@ -1,7 +1,9 @@
 """Plans of mixed batches side by side, without an accelerator: `python -m experiments.simulate --mix joint`.
 
 Draws batches, plans them with every equal bag spec and freely, and says what each device would hold, compute and send.
-Times of GPUs are modelled, never measured. Prints tables, or JSON, on stdout; logs go to stderr.
+With `--sampling`, one long sequence on several machines instead: published speed-ups of sequence parallelism beside
+modelled ones, and the planner's choices. Times of GPUs are modelled, never measured. Prints tables, or JSON, on stdout;
+logs go to stderr.
 """
 
 import argparse
@@ -11,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments._program import UserError, log_to_stderr, run_program, seed
+from experiments._program import UserError, log_to_stderr, run_program, seed, write_report
 
 if TYPE_CHECKING:
     from experiments._simulate_batches import Workload
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 _ALL = "all"
 _DEVICES_PER_MACHINE = 8
+_SLOWEST = 1e6  # FLOP a second
 _MOST_STEPS = 1000
 
 
@@ -34,6 +37,9 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--seed", type=seed, default=0, help="of the draws (default: 0)")
     data.add_argument(
         "--text", action="store_true", help="balance text and image tokens apart, as training does"
+    )
+    data.add_argument(
+        "--sampling", action="store_true", help="sampling on several machines; with --json and --figure alone"
     )
     plans = parser.add_argument_group("plans")
     plans.add_argument(
@@ -57,7 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    out.add_argument("--figure", type=Path, metavar="PATH", help="modelled steps as bars, .svg or .png")
+    out.add_argument(
+        "--figure", type=Path, metavar="PATH", help="modelled steps as bars, or layers as lanes, .svg or .png"
+    )
     out.add_argument(
         "--plot", type=Path, metavar="PATH", help="the plan of the first batch, .svg, .png or .html"
     )
@@ -69,6 +77,8 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     log_to_stderr()
     _check_output(args)
+    if args.sampling:
+        return _sampling(args)
     workloads = _workloads(args)
     model = _model(args, workloads[0].num_devices)
     from experiments._simulate_run import check_plannable, compare, variant, variants_for
@@ -91,7 +101,24 @@ def main(argv: Sequence[str]) -> int:
         from experiments._simulate_figure import save_figure
 
         save_figure(args.figure, report)
-    sys.stdout.write(json.dumps(report, indent=1) + "\n" if args.json else report_markdown(report))
+    write_report(json.dumps(report, indent=1) + "\n" if args.json else report_markdown(report))
+    return 0
+
+
+def _sampling(args: argparse.Namespace) -> int:
+    """Report on sampling; its workloads and GPUs are the published ones, so that other options have no meaning."""
+    for name, default in vars(_parser().parse_args([])).items():
+        if name not in ("sampling", "json", "figure") and getattr(args, name) != default:
+            raise UserError(f"--sampling takes --json and --figure alone; got --{name} too. Leave one out.")
+    from experiments._simulate_sampling import FIGURE_HARDWARE, FIGURE_WORKLOAD, build_sampling_report
+    from experiments._simulate_sampling_text import sampling_markdown
+
+    report = build_sampling_report()
+    if args.figure is not None:
+        from experiments._simulate_timeline_figure import save_timelines
+
+        save_timelines(args.figure, FIGURE_WORKLOAD, FIGURE_HARDWARE)
+    sys.stdout.write(json.dumps(report, indent=1) + "\n" if args.json else sampling_markdown(report))
     return 0
 
 
@@ -110,6 +137,10 @@ def _check_output(args: argparse.Namespace) -> None:
         if path.is_dir():
             raise UserError(f"{option} is a file to write; {path} is a folder. Name a file in it.")
         check_writable(path.parent, option=option)
+    if args.plot is not None and args.figure is not None and args.plot.resolve() == args.figure.resolve():
+        raise UserError(
+            f"--plot and --figure are two files; got {args.plot} for both. Choose another --figure."
+        )
     if args.plot is not None and args.mix == _ALL:
         raise UserError("--plot draws one batch; got --mix all. Name one mix.")
 
@@ -161,8 +192,10 @@ def _model(args: argparse.Namespace, num_devices: int) -> "StepModel":
         )
     peak = gpu.flop_speed("bf16")
     flops_per_s = peak * REACHED if args.tflops is None else args.tflops * 1e12
-    if not 0 < flops_per_s <= peak:
-        raise UserError(f"--tflops must be above 0 and at most the peak, {peak / 1e12:g}; got {args.tflops}.")
+    if not _SLOWEST <= flops_per_s <= peak:
+        raise UserError(
+            f"--tflops must be at least {_SLOWEST / 1e12:g} and at most the peak, {peak / 1e12:g}; got {args.tflops}."
+        )
     model = StepModel(shape, gpu, machines, flops_per_s, args.gamma, remat=args.remat == "full")
     with checking("--width, --gamma"):
         assert model.cost

@@ -64,6 +64,7 @@ def check_machines(mesh: Mesh, devices_per_machine: int) -> None:
         devices_per_machine: of the topology.
 
     Raises:
+        TypeError: a mesh of another type, or a number that is no integer.
         ValueError: if the devices are not a multiple of it, or it puts the devices of one process on two machines.
             A single process may have as many machines as it likes, to try plans on one.
 
@@ -72,6 +73,15 @@ def check_machines(mesh: Mesh, devices_per_machine: int) -> None:
         Traceback (most recent call last):
         ValueError: check_machines: devices_per_machine divides the devices of the mesh; got ...
     """
+    if not isinstance(getattr(mesh, "devices", None), np.ndarray):
+        raise TypeError(
+            f"check_machines: mesh is a Mesh; got {type(mesh).__name__}. Make one with data_mesh."
+        )
+    if not isinstance(devices_per_machine, (int, np.integer)) or isinstance(devices_per_machine, bool):
+        raise TypeError(
+            "check_machines: devices_per_machine is an integer; got"
+            f" {type(devices_per_machine).__name__}. Give the topology's."
+        )
     devices = mesh.devices.ravel().tolist()
     if devices_per_machine < 1 or len(devices) % devices_per_machine:
         raise ValueError(

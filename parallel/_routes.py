@@ -295,7 +295,9 @@ def expand_beside(
             there=there,
         )
 
-    stays_of_a = jnp.full((rows_in, sizes.copies), _NOWHERE, jnp.int32).at[stay_a, copy].set(stay_b, mode="drop")
+    stays_of_a = (
+        jnp.full((rows_in, sizes.copies), _NOWHERE, jnp.int32).at[stay_a, copy].set(stay_b, mode="drop")
+    )
     stays_of_b = jnp.full((rows_out, 1), _NOWHERE, jnp.int32).at[stay_b, 0].set(stay_a, mode="drop")
     return Route(
         a=side(leaving, stays_of_a, rows_out, sizes.copied, there),

@@ -2,7 +2,7 @@
 
 `balance` spreads the sequences of a step over devices and returns a `BalancePlan`. `StepLayout` says where its rows
 lie, `capacity_for` sizes a program for it, and `step_tables` makes the arrays that `parallel` runs it by; `pack_home`
-and `unpack_home` lay rows out for it and read them back.
+and `unpack_home` lay rows out for it and read them back. `plan_sequence_parallel` spreads one long sequence.
 """
 
 from solver._bags import BagLayout as BagLayout
@@ -23,6 +23,17 @@ from solver._plan import BalancePlan as BalancePlan
 from solver._plan import BalanceProblem as BalanceProblem
 from solver._plan_check import validate_plan as validate_plan
 from solver._plan_measure import plan_from_slices as plan_from_slices
+from solver._sequence_algorithms import layer_timeline as layer_timeline
+from solver._sequence_hardware import A100_MACHINE as A100_MACHINE
+from solver._sequence_hardware import H100_MACHINE as H100_MACHINE
+from solver._sequence_hardware import Link as Link
+from solver._sequence_hardware import SequenceHardware as SequenceHardware
+from solver._sequence_layer import SequenceMesh as SequenceMesh
+from solver._sequence_layer import SequenceShape as SequenceShape
+from solver._sequence_plan import SequenceParallelPlan as SequenceParallelPlan
+from solver._sequence_plan import plan_sequence_parallel as plan_sequence_parallel
+from solver._sequence_plan import sequence_plans as sequence_plans
+from solver._sequence_timeline import TimelineEvent as TimelineEvent
 from solver._step_time import Links as Links
 from solver._step_time import StepSeconds as StepSeconds
 from solver._tables import AttentionTables as AttentionTables
@@ -32,6 +43,8 @@ from solver._tables import step_tables as step_tables
 from solver._topology import Topology as Topology
 
 __all__ = [
+    "A100_MACHINE",
+    "H100_MACHINE",
     "AttentionTables",
     "BagLayout",
     "BagSpec",
@@ -41,18 +54,27 @@ __all__ = [
     "Certificate",
     "CostModel",
     "ExchangeTables",
+    "Link",
     "Links",
     "RouteCapacity",
+    "SequenceHardware",
+    "SequenceMesh",
+    "SequenceParallelPlan",
+    "SequenceShape",
     "StepCapacity",
     "StepLayout",
     "StepSeconds",
     "StepTables",
+    "TimelineEvent",
     "Topology",
     "balance",
     "capacity_for",
+    "layer_timeline",
     "pack_home",
     "parse_bags",
     "plan_from_slices",
+    "plan_sequence_parallel",
+    "sequence_plans",
     "step_needs",
     "step_tables",
     "unpack_home",

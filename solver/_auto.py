@@ -15,6 +15,8 @@ from solver._step_time import Links
 
 # What another plan must gain over free placement, which leaves more tokens at home.
 _CLEARLY = 0.0045
+# Planning within a machine takes the cube of its devices: 7 s for so many.
+_MOST_OF_A_MACHINE = 1024
 
 
 def auto_plan(
@@ -32,8 +34,14 @@ def auto_plan(
         plan_bags: plans the problem with a bag spec, or None for no balancing.
 
     Raises:
-        ValueError: if no candidate keeps within max_rows.
+        ValueError: if no candidate keeps within max_rows, or for machines of too many devices.
     """
+    if problem.topology.devices_per_machine > _MOST_OF_A_MACHINE:
+        raise ValueError(
+            f"balance: bags='auto' fills machines of at most {_MOST_OF_A_MACHINE} devices; got devices_per_machine="
+            f"{problem.topology.devices_per_machine}. Give topology=Topology(num_machines, devices_per_machine), of"
+            " devices between which traffic is cheap."
+        )
     mean_tokens, mean_attention = _means(problem)
     most_tokens = math.ceil(mean_tokens)
     load, step = (float(problem.cost.linear(x)) + mean_attention for x in (mean_tokens, most_tokens))
@@ -41,17 +49,19 @@ def auto_plan(
     if links.padded:
         free = relabel(problem, free)
     best = free
+    least_rows = _rows_over_mean(free)
     best_s = links.step_seconds(free).exposed if _rows_fit(free, max_rows) else math.inf
     for spec, bound_s in _alternatives(problem, links):
         if bound_s < best_s * (1 - _CLEARLY):
             plan = plan_bags(spec)
             step_s = links.step_seconds(plan).exposed
+            least_rows = min(least_rows, _rows_over_mean(plan))
             if step_s < best_s * (1 - _CLEARLY) and _rows_fit(plan, max_rows):
                 best, best_s = replace(plan, load_lower_bound=load, step_lower_bound=step), step_s
     if best_s == math.inf:
-        found = float(free.rows.max() / free.rows.mean())
+        enough = math.floor(least_rows * 1e3 + 1) / 1e3
         raise ValueError(
-            f"balance: max_rows >= {found:.3f} for these sequences, the rows of the fullest device over the mean; got"
+            f"balance: max_rows >= {enough} for these sequences, the rows of the fullest device over the mean; got"
             f" max_rows={max_rows}. Allow more rows, or leave the longest sequence out."
         )
     return best
@@ -59,6 +69,11 @@ def auto_plan(
 
 def _rows_fit(plan: BalancePlan, max_rows: float | None) -> bool:
     return max_rows is None or float(plan.rows.max()) <= max_rows * float(plan.rows.mean())
+
+
+def _rows_over_mean(plan: BalancePlan) -> float:
+    """Of the fullest device."""
+    return float(plan.rows.max() / max(plan.rows.mean(), 1e-300))
 
 
 def _means(problem: BalanceProblem) -> tuple[float, float]:
@@ -83,15 +98,18 @@ def _alternatives(problem: BalanceProblem, links: Links) -> list[tuple[BagSpec |
     longest = int(lengths.max())
     mean_tokens, mean_attention = _means(problem)
     head_dim, of_machine = cost.width / problem.num_heads, problem.topology.devices_per_machine
-    size = 1
-    while size <= num_devices:
-        if num_devices % size == 0:
-            tokens = max(longest / size, mean_tokens)
-            attention = max(float(cost.attention(longest)) / size, mean_attention)
-            rows = mean_tokens * problem.num_heads / size  # that go to one of the others in the bag
-            bound_s = links.compute_seconds(cost, tokens, attention)
-            bound_s += rows * (min(size, of_machine) - 1) * links.row_seconds(head_dim)
-            bound_s += rows * max(size - of_machine, 0) * links.row_seconds(head_dim, across=True)
-            found.append((BagSpec(((size, num_devices // size),)), bound_s))
-        size *= 2
+    for size in _divisors(num_devices):
+        tokens = max(longest / size, mean_tokens)
+        attention = max(float(cost.attention(longest)) / size, mean_attention)
+        # Of a device, those that go to one of the others in the bag; of shorter sequences perhaps none do.
+        rows = float(lengths[lengths >= size].sum()) / num_devices * problem.num_heads / size
+        bound_s = links.compute_seconds(cost, tokens, attention)
+        bound_s += rows * (min(size, of_machine) - 1) * links.row_seconds(head_dim)
+        bound_s += rows * max(size - of_machine, 0) * links.row_seconds(head_dim, across=True)
+        found.append((BagSpec(((size, num_devices // size),)), bound_s))
     return found
+
+
+def _divisors(n: int) -> list[int]:
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})

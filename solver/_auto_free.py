@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 
 from solver._auto_machine import Lines, MachineShare, plan_machine
 from solver._auto_partition import partition
-from solver._auto_place import FluidShares, Resources, place_fluid, settle_shares
+from solver._auto_place import Excess, FluidShares, Resources, place_fluid, settle_shares
 from solver._auto_slices import head_slices_of, token_slices_of
 from solver._plan import BalancePlan, BalanceProblem
 from solver._plan_measure import plan_from_slices
@@ -29,6 +29,7 @@ _FLUID = 0.5
 # sequences fill the rest.
 _FILLED = (0.95, 0.88, 0.8, 0.7, 0.6)
 _WELL_FILLED = 2.8  # how much more than it may a machine may be off before a fluid sequence is given another
+_TOKENS_OFF = 0.003  # that, of tokens of a machine
 _SPANNING = 3.0  # as bad as that: a sequence on several machines
 
 
@@ -47,7 +48,7 @@ def place_freely(problem: BalanceProblem, lower_bounds: tuple[float, float]) -> 
     fluid, machine_of = _choose_machines(resources, np.flatnonzero(is_fluid), whole)
     lines = _cut_lines(problem, fluid)
     fluid_tokens = _cut_tokens(problem, fluid)
-    spans = (fluid.pairs > 0).sum(1) > 1
+    spans = ((fluid.pairs > 0) | (fluid.tokens > 0)).sum(1) > 1
     order = np.argsort(machine_of, kind="stable")
     ends = np.searchsorted(machine_of[order], np.arange(problem.topology.num_machines + 1))
     layouts = [
@@ -78,7 +79,8 @@ def _choose_machines(
     whole: Int[np.ndarray, " n"],
 ) -> tuple[FluidShares, Int[np.ndarray, " n"]]:
     """Machines of the fluid sequences and of the whole ones."""
-    may_be_off = resources.off[-1] * resources.share[-1] * resources.problem.topology.devices_per_machine
+    of_machine = resources.share * resources.problem.topology.devices_per_machine
+    tokens_of_machine = float(of_machine[:-1].sum())
     best = np.inf
     tried: list[np.ndarray] = []
     for filled in _FILLED:
@@ -87,8 +89,9 @@ def _choose_machines(
             continue
         tried.append(shares.pairs.copy())
         machine_of, excess = _fill_machines(resources, whole, shares)
-        excess_pairs = settle_shares(shares, excess[-1], excess[:-1].sum(0))
-        off = float(np.abs(excess_pairs).max() / may_be_off)
+        left = settle_shares(shares, Excess(excess[-1], excess[:-1].sum(0)), tokens_of_machine)
+        off = float(np.abs(left.pairs).max() / (resources.off[-1] * of_machine[-1]))
+        off = max(off, float(left.tokens.max()) / (_TOKENS_OFF * tokens_of_machine))
         cost = off + _SPANNING * int(((shares.pairs > 0).sum(1) > 1).sum())
         if cost < best - 1e-3:
             best, chosen, chosen_machines = cost, shares, machine_of

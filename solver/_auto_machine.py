@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
-from solver._auto_bins import Preferences, even_out
+from solver._auto_bins import Preferences, even_out, totals
 from solver._auto_fill import deal_heads, spread, transfers
 from solver._auto_partition import partition
 from solver._auto_place import Resources
@@ -189,7 +189,7 @@ def _deal_fluid(
         # A head goes where others of its sequence are.
         allowed=np.concatenate([np.ones((1, n), bool), (dealt > 0) | (number == 1)[:, None]]),
     )
-    capacity = np.repeat(values.sum(1, keepdims=True) / n, n, 1)
+    capacity = np.repeat(totals(values)[:, None] / n, n, 1)
     even_out(values, capacity, both, preferences, _FIT_MOVES * n, False)
     held = np.zeros_like(dealt)
     np.add.at(held, (k, both[num_whole:]), unit[k])

@@ -1,17 +1,22 @@
 """Which machines hold the sequences with much attention, and how much of it: settled before all else."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
-from solver._plan import BalanceProblem
+from solver._plan import BalanceProblem, total_of
 
 # What a machine may be off, over the mean.
 TOKENS_OFF = 0.001
 TEXT_OFF = 0.008
 ATTENTION_OFF = 0.003
 _ATTENTION_SHARE = 0.1  # below it attention may be off in inverse proportion
+# What a machine may have more of than its share of tokens before those of a sequence go where none of its attention
+# is: of a sequence on several machines, and of any.
+_CLEAR = 0.002
+_GROSS = 0.02
 _MAIN = 0.75  # a machine with so much of a sequence's attention holds all its tokens
 
 
@@ -112,14 +117,24 @@ def _place(
             taken, parts = [int(np.argmax(np.where(fits, -room if tightly else room, -np.inf)))], [need[k]]
         else:
             taken, parts = _fewest(room, need[k])
-        part = np.array(parts) / need[k]
-        main = part.max() >= _MAIN
-        token_part = (part == part.max()) / (part == part.max()).sum() if main else part
         shares.pairs[k, taken] = parts
-        shares.tokens[k, taken] = tokens[k] * token_part
+        shares.tokens[k] = _with_attention(shares.pairs[k] / need[k], tokens[k], token_room)
         room[taken] -= parts
-        token_room[taken] -= tokens[k] * token_part
+        token_room -= shares.tokens[k]
     return shares
+
+
+def _with_attention(
+    part: Float[np.ndarray, " machines"], tokens: float, room: Float[np.ndarray, " machines"]
+) -> Float[np.ndarray, " machines"]:
+    """Tokens of a sequence where its attention is, in as far as there is room; what is left where there is most."""
+    main = part == part.max() if part.max() >= _MAIN else part
+    held = np.minimum(tokens * main / total_of(main), np.maximum(room, 0.0))
+    for machines in (part > 0, np.ones(len(part), bool)):
+        free = np.where(machines, np.maximum(room - held, 0.0), 0.0)
+        if free.any():
+            held += free * min(1.0, (tokens - total_of(held)) / total_of(free))
+    return held * (tokens / total_of(held)) if held.any() else tokens * part
 
 
 def _fewest(room: Float[np.ndarray, " machines"], need: float) -> tuple[list[int], list[float]]:
@@ -140,22 +155,52 @@ def _fewest(room: Float[np.ndarray, " machines"], need: float) -> tuple[list[int
     return taken, parts
 
 
-def settle_shares(
-    shares: FluidShares,
-    excess_pairs: Float[np.ndarray, " machines"],
-    excess_tokens: Float[np.ndarray, " machines"],
-) -> Float[np.ndarray, " machines"]:
-    """Shift shares of a sequence between the machines that hold it until these are off equally; in place.
+class Excess(NamedTuple):
+    """What each machine holds beyond its share of all."""
+
+    pairs: Float[np.ndarray, " machines"]
+    tokens: Float[np.ndarray, " machines"]
+
+
+def settle_shares(shares: FluidShares, excess: Excess, tokens_of_machine: float) -> Excess:
+    """Shift shares of sequences between machines until these are off equally; in place.
+
+    Attention of a sequence stays on the machines that hold it. So do tokens, but where a machine would be left with
+    clearly more than its share: those of a sequence on several machines then go anywhere, and at last those of any.
 
     Args:
         shares: of the sequences.
-        excess_pairs, excess_tokens: what each machine holds beyond its share of all.
+        excess: of the machines.
+        tokens_of_machine: on average.
 
     Returns:
-        The pairs each machine then holds beyond.
+        What the machines then hold beyond.
     """
-    _settle(shares.tokens, excess_tokens)
-    return _settle(shares.pairs, excess_pairs)
+    spans = (shares.pairs > 0).sum(1) > 1
+    tokens = excess.tokens
+    for most, rows, near in ((0.0, spans, True), (_CLEAR, spans, False), (_GROSS, spans | True, False)):
+        for k in np.flatnonzero(rows):
+            if tokens.max(initial=0.0) <= most * tokens_of_machine:
+                break
+            tokens = _level(shares.tokens[k], tokens, shares.pairs[k] > 0 if near else shares.pairs[k] >= 0)
+    return Excess(_settle(shares.pairs, excess.pairs), tokens)
+
+
+def _level(
+    held: Float[np.ndarray, " machines"],
+    excess: Float[np.ndarray, " machines"],
+    may_take: Bool[np.ndarray, " machines"],
+) -> Float[np.ndarray, " machines"]:
+    """Move of what machines hold, in place, as much as some have too much of and others lack; what is then off."""
+    given = np.minimum(np.maximum(excess, 0.0), held)
+    taken = np.where(may_take, np.maximum(-excess, 0.0), 0.0)
+    all_given, all_taken = total_of(given), total_of(taken)
+    amount = min(all_given, all_taken)
+    if amount <= 0:
+        return excess
+    change = taken * (amount / all_taken) - given * (amount / all_given)
+    held += change
+    return excess + change
 
 
 def _settle(
@@ -165,8 +210,9 @@ def _settle(
     for row in held:
         machines = np.flatnonzero(row > 0)
         if len(machines) > 1:
-            change = np.maximum(excess[machines].mean() - excess[machines], -0.5 * row[machines])
-            change -= change.mean()  # the sequence is as long as before
+            mean = total_of(excess[machines]) / len(machines)
+            change = np.maximum(mean - excess[machines], -0.5 * row[machines])
+            change -= total_of(change) / len(machines)  # the sequence is as long as before
             if (change > -0.9 * row[machines]).all():
                 row[machines] += change
                 excess[machines] += change

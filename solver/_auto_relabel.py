@@ -15,7 +15,7 @@ from solver._plan import BalancePlan, BalanceProblem
 from solver._plan_measure import plan_from_slices
 from solver._routes import round_of_pair, rows_of_rounds
 
-_MOST_EXCHANGES = 64
+_MOST_LOOKED_AT = 20_000_000  # entries of tables of rows between devices, in all exchanges that are tried
 
 
 def relabel(problem: BalanceProblem, plan: BalancePlan) -> BalancePlan:
@@ -45,7 +45,7 @@ def _meet(rows: Int[np.ndarray, "devices devices"], devices_per_machine: int) ->
     costs = [int(rows_of_rounds(rows[np.ix_(start, start)], round_of).sum()) for start in starts]
     best, share = min(costs), starts[int(np.argmin(costs))]
     pairs = [pair for machine in machines.tolist() for pair in combinations(machine, 2)]
-    for _ in range(_MOST_EXCHANGES):
+    for _ in range(_MOST_LOOKED_AT // max(len(pairs) * n * n, 1)):
         found = None
         for a, b in pairs:
             other = share.copy()
@@ -62,16 +62,18 @@ def _meet(rows: Int[np.ndarray, "devices devices"], devices_per_machine: int) ->
 def _paired(rows: Int[np.ndarray, "devices devices"], shares: list[int]) -> list[int]:
     """Shares in an order in which groups of 2, then 4, and so on, are those that send each other most."""
     groups = [[share] for share in shares]
+    most = rows[np.ix_(shares, shares)]  # that a device of one group sends one of another
     while len(groups) > 1:
-        sent = np.array(
-            [[rows[np.ix_(a, b)].max() + rows[np.ix_(b, a)].max() for b in groups] for a in groups]
-        )
+        sent = most + most.T
         np.fill_diagonal(sent, -1)
-        merged, left = [], list(range(len(groups)))
-        while len(left) > 1:
-            among = sent[np.ix_(left, left)]
-            a, b = (left[i] for i in np.unravel_index(int(among.argmax()), among.shape))
-            merged.append(groups[a] + groups[b])
-            left = [i for i in left if i not in (a, b)]
-        groups = merged + [groups[i] for i in left]
+        pairs = []
+        for _ in range(len(groups) // 2):
+            a, b = np.unravel_index(int(sent.argmax()), sent.shape)
+            pairs.append((int(a), int(b)))
+            sent[[a, b]] = sent[:, [a, b]] = -2
+        left = np.setdiff1d(np.arange(len(groups)), pairs).tolist()
+        groups = [groups[a] + groups[b] for a, b in pairs] + [groups[i] for i in left]
+        pairs += [(i, i) for i in left]
+        first, second = np.array(pairs).T
+        most = np.maximum.reduce([most[np.ix_(x, y)] for x in (first, second) for y in (first, second)])
     return groups[0]

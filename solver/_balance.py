@@ -69,7 +69,8 @@ def balance(
         TypeError: bags, topology, cost or links of another type; num_devices or num_heads that is no integer;
             max_rows that is no number.
         ValueError: lengths, homes or text lengths that are not integers, of different shapes or out of range;
-            num_devices or num_heads below 1 or above 65,536; a topology of another number of devices; a bad bag spec;
+            num_devices or num_heads below 1, above 8,192 devices or 65,536 heads; a topology of another number of
+            devices, or for bags="auto" with more than 1,024 in a machine; a bad bag spec;
             max_rows below 1 or that no plan keeps within, or given with bags.
 
     Example:

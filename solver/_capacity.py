@@ -97,9 +97,11 @@ class StepCapacity:
         """The smallest bucketed capacity that holds both; `self` if the needs fit already.
 
         Raises:
+            TypeError: needs of another type.
             ValueError: if no program can hold both: numbers of devices or heads or block sizes differ, or only one
                 is padded.
         """
+        instance("StepCapacity.grown", "needs", needs, StepCapacity, advice="Give step_needs(layout).")
         check_same_program("StepCapacity.grown", self, needs)
         return _merge(with_queries_of(self, needs), with_queries_of(needs, self))
 
@@ -237,7 +239,7 @@ def capacity_for(needs: Iterable[StepCapacity], *, at_least: StepCapacity | None
         at_least: a capacity to grow; sizes that are enough for the needs stay as they are.
 
     Raises:
-        TypeError: if `needs` are not `StepCapacity`.
+        TypeError: if `needs` or `at_least` are not `StepCapacity`.
         ValueError: if `needs` is empty, or no program can hold them all (numbers of devices or heads or block sizes
             differ).
 
@@ -257,6 +259,10 @@ def capacity_for(needs: Iterable[StepCapacity], *, at_least: StepCapacity | None
     needs = _listed(needs)
     if not needs:
         raise ValueError("capacity_for: needs at least one step to size a program for; got none.")
+    if at_least is not None:
+        instance(
+            "capacity_for", "at_least", at_least, StepCapacity, advice="Give a capacity to grow, or None."
+        )
     all_sizes = needs if at_least is None else [*needs, at_least]
     for other in all_sizes[1:]:
         check_same_program("capacity_for", needs[0], other)
@@ -351,10 +357,11 @@ def step_needs(layout: StepLayout, *, padded: bool = True) -> StepCapacity:
             rounds of static size. Without it, plans that differ only in who talks to whom share a program.
 
     Raises:
-        TypeError: a layout of another type.
+        TypeError: a layout or a `padded` of another type.
         ValueError: if a device would hold more rows than int32 counts.
     """
     instance("step_needs", "layout", layout, StepLayout, advice="Make one with StepLayout(plan, block).")
+    instance("step_needs", "padded", padded, bool, advice="True on CPUs.")
     largest = {name: int(sizes.max(initial=0)) for name, sizes in rows_by_device(layout).items()}
     num_heads = layout.plan.num_heads
     most = max(largest["query_rows"], largest["key_rows"], (largest["text"] + largest["image"]) * num_heads)

@@ -7,8 +7,8 @@ import numpy as np
 from jaxtyping import Int
 from numpy.typing import ArrayLike
 
-# More than any machine has; tables of who sends what to whom have num_devices^2 entries.
-MOST_DEVICES = 1 << 16
+# Tables of who sends what to whom have num_devices^2 entries: half a GB of them.
+MOST_DEVICES = 1 << 13
 MOST_HEADS = 1 << 16
 # Rows and tokens are int32 on the devices.
 INT32_MAX = int(np.iinfo(np.int32).max)
@@ -68,6 +68,10 @@ def integers(
     Raises:
         ValueError: if they are not integers in 0..most, one for each `each`.
     """
+    if isinstance(values, np.ma.MaskedArray):
+        raise ValueError(f"{caller}: {name} has no mask; got a masked array. Give its compressed().")
+    if isinstance(values, list | tuple) and {bool, np.bool_} & set(map(type, values)):
+        raise ValueError(f"{caller}: {name} are integers; got a bool. Convert them, rounding as you mean.")
     try:
         array = np.asarray(values)
     except ValueError as error:  # lists of lists of several lengths

@@ -4,14 +4,18 @@ The same source runs both ways: 64-bit integers, and floats added in a fixed ord
 it make the same plan.
 """
 
+import logging
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import ParamSpec, TypeVar
 
 try:
-    HAS_NUMBA = find_spec("numba") is not None
-except ValueError:  # a stand-in that says it is not there
+    from numba import njit
+except ImportError as error:
     HAS_NUMBA = False
+    if not isinstance(error, ModuleNotFoundError):
+        logging.getLogger(__name__).warning("plans are made without Numba, which cannot be loaded: %s", error)
+else:
+    HAS_NUMBA = True
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -24,8 +28,6 @@ def compiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """
     if not HAS_NUMBA:
         return function
-    from numba import njit
-
     try:
         return njit(cache=True, nogil=True)(function)
     except RuntimeError:  # nowhere to write

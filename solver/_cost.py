@@ -1,6 +1,5 @@
 """Cost of a sequence: linear layers grow with its tokens, attention with their square."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +9,8 @@ from solver._check import integer, number
 
 _WIDEST = 1 << 20
 _LARGEST_GAMMA = 1e6
+# Of a FLOP: no sum of times is without bounds, or lost to rounding.
+_LEAST_SECONDS, _MOST_SECONDS = 1e-30, 1e6
 _ADVICE = {
     "gamma": "0.4 suits an H100; fit it on the devices at hand",
     "seconds_per_flop": "Leave it at 1 to count FLOP",
@@ -34,7 +35,7 @@ class CostModel:
 
     Raises:
         TypeError: a width that is no integer, a gamma or a time that is no number.
-        ValueError: a width or a time that is not positive, a negative or non-finite gamma.
+        ValueError: a width that is not positive, a gamma or a time out of range.
 
     Example:
         In FLOP, a sequence of 4,608 tokens in FLUX.1: attention costs a fifth of the linear layers, and as much as they
@@ -63,10 +64,10 @@ class CostModel:
             raise ValueError(
                 f"CostModel: gamma in 0 .. {_LARGEST_GAMMA:g}; got gamma={self.gamma}. {_ADVICE['gamma']}."
             )
-        if not (math.isfinite(self.seconds_per_flop) and self.seconds_per_flop > 0):
+        if not _LEAST_SECONDS <= self.seconds_per_flop <= _MOST_SECONDS:
             raise ValueError(
-                f"CostModel: seconds_per_flop finite and > 0; got seconds_per_flop={self.seconds_per_flop}. "
-                f"{_ADVICE['seconds_per_flop']}."
+                f"CostModel: seconds_per_flop in {_LEAST_SECONDS:g} .. {_MOST_SECONDS:g}; got"
+                f" seconds_per_flop={self.seconds_per_flop}. {_ADVICE['seconds_per_flop']}."
             )
 
     def linear(self, tokens: Tokens) -> Cost:

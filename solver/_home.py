@@ -35,8 +35,9 @@ def pack_home(
         `capacity.home_image` (or `home_text`).
 
     Raises:
-        TypeError: a layout or a capacity of another type.
-        ValueError: another number of arrays than of sequences, or of rows than of tokens; a capacity with too few rows;
+        TypeError: a layout or a capacity of another type, or values that are no arrays.
+        ValueError: a device given twice; a capacity for other devices, or with too few rows; another number of arrays
+            than of sequences, or of rows than of tokens;
             rows of several shapes or dtypes; or no array to take them from.
 
     Example:
@@ -52,14 +53,25 @@ def pack_home(
     """
     instance("pack_home", "layout", layout, StepLayout, advice="Make one with StepLayout(plan, block).")
     instance("pack_home", "capacity", capacity, StepCapacity, advice="Make one with capacity_for.")
+    if capacity.num_devices != layout.plan.num_devices:
+        raise ValueError(
+            f"pack_home: a capacity for the plan's devices; got {capacity.num_devices} and a plan for"
+            f" {layout.plan.num_devices}. Make it with capacity_for(step_needs(layout))."
+        )
     wanted = _wanted("pack_home", layout, devices)
     held, lengths = _stream(layout, text)
+    if not isinstance(values, Sequence | np.ndarray):
+        raise TypeError(
+            f"pack_home: values are a list of arrays, one for each sequence; got {type(values).__name__}."
+        )
     if len(values) != len(lengths):
         raise ValueError(
             f"pack_home: one array for each sequence; got {len(values)} for {len(lengths)} sequences."
             " Give None for those of other processes."
         )
-    arrays = {i: np.asarray(value) for i, value in enumerate(values) if value is not None}
+    arrays = {
+        i: _array("pack_home", f"sequence {i}", value) for i, value in enumerate(values) if value is not None
+    }
     if not arrays:
         raise ValueError(
             "pack_home: one array at least, for the shape and dtype of a row; got none."
@@ -97,13 +109,13 @@ def unpack_home(
         For each sequence a view of its rows (n, ...), None for those at home on other devices.
 
     Raises:
-        TypeError: a layout of another type.
-        ValueError: rows of another number of devices, or fewer than the layout has.
+        TypeError: a layout of another type, or rows that are no array.
+        ValueError: a device given twice; rows of another number of devices, or fewer than the layout has.
     """
     instance("unpack_home", "layout", layout, StepLayout, advice="Make one with StepLayout(plan, block).")
     wanted = _wanted("unpack_home", layout, devices)
     held, _ = _stream(layout, text)
-    rows = np.asarray(rows)
+    rows = _array("unpack_home", "rows", rows)
     places = _places(held, wanted)
     need = max((place.stop for _, _, place in places), default=0)
     if rows.ndim < 2 or len(rows) != len(wanted) or rows.shape[1] < need:
@@ -129,7 +141,13 @@ def _wanted(caller: str, layout: StepLayout, devices: Sequence[int] | None) -> N
     if devices is None:
         return np.arange(num_devices)
     advice = f"The plan has {num_devices}, numbered from 0."
-    return integers(caller, "devices", devices, most=num_devices - 1, each="device", advice=advice)
+    wanted = integers(caller, "devices", devices, most=num_devices - 1, each="device", advice=advice)
+    if len(set(wanted.tolist())) < len(wanted):
+        raise ValueError(
+            f"{caller}: devices, each once; got {len(wanted)}, {len(set(wanted.tolist()))} of them different."
+            f" {advice}"
+        )
+    return wanted
 
 
 def _places(held: Intervals, wanted: NDArray[np.int64]) -> list[tuple[int, int, slice]]:
@@ -141,6 +159,16 @@ def _places(held: Intervals, wanted: NDArray[np.int64]) -> list[tuple[int, int, 
         for device, sequence, start, stop in zip(*(column.tolist() for column in columns), strict=True)
         if device in slot_of
     ]
+
+
+def _array(caller: str, name: str, value: Any) -> NDArray:
+    try:
+        array = np.asarray(value)
+    except ValueError as error:  # lists of several lengths
+        raise ValueError(f"{caller}: rows of one shape; got several in {name}. Pad or cast them.") from error
+    if not array.ndim or array.dtype == object:
+        raise TypeError(f"{caller}: {name} is an array of rows; got {type(value).__name__}.")
+    return array
 
 
 def _check_rows(sequence: int, array: NDArray | None, length: int, like: NDArray) -> None:

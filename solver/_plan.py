@@ -33,11 +33,10 @@ class BalanceProblem:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BalancePlan:
-    """Layouts of one step, as run-length slices, with their cost per device. Same input, same plan,
-    everywhere.
+    """Layouts of one step, as run-length slices, with their cost per device. Same input, same plan, everywhere.
 
-    Sequences are numbered globally; inside a sequence text tokens come first. All ranges are half-open and no
-    slice is empty. Slices are sorted by device, then sequence, then start.
+    Sequences are numbered globally; inside a sequence text tokens come first. All ranges are half-open and no slice is
+    empty. Slices are sorted by device, then sequence, then start.
 
     Attributes:
         lengths: tokens of each sequence, text and image together.
@@ -51,11 +50,13 @@ class BalancePlan:
             every maximal run, so it may span text and image tokens.
         head_slices: rows (sequence, head_start, head_stop, query_start, query_stop, device), the attention
             layout: the device also holds keys and values of the whole sequence for these heads.
-        tokens: tokens a device holds. text_tokens: how many of them are text. attention_work: seconds of
-        attention a device runs. load: seconds of linear layers and attention a device runs. rows: (token,
-        head) pairs whose keys a device holds in the attention layout. rows_sent: distinct (token, head,
-        destination) with the token here and its attention on another device;
-            counted once, although q, k and v all go and the output returns.
+        tokens: tokens a device holds.
+        text_tokens: how many of them are text.
+        attention_work: seconds of attention a device runs.
+        load: seconds of linear layers and attention a device runs.
+        rows: (token, head) pairs whose keys a device holds in the attention layout.
+        rows_sent: distinct (token, head, destination) with the token here and its attention on another device; counted
+            once, although q, k and v all go and the output returns.
         rows_across_machines: those of `rows_sent` that leave the machine.
         load_lower_bound: seconds no plan under the same rules has on its fullest device.
         step_lower_bound: seconds no plan under the same rules has for the static-shape step.

@@ -1,10 +1,9 @@
 """Modelled time of a step: what a plan's fullest device computes, and what its busiest one sends."""
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from solver._check import number
+from solver._check import instance, number
 from solver._cost import CostModel
 from solver._padded_rows import padded_rows, rows_between
 from solver._plan import BalancePlan
@@ -14,6 +13,8 @@ from solver._plan import BalancePlan
 _COMPUTE_PASSES = 3
 _EXCHANGE_PASSES = 2
 _TENSORS = 4
+# Per second: no time is without bounds, or lost to rounding.
+_SLOWEST, _FASTEST = 1.0, 1e24
 
 
 class StepSeconds(NamedTuple):
@@ -51,7 +52,7 @@ class Links:
 
     Raises:
         TypeError: for a speed that is no number.
-        ValueError: for a speed that is not positive and finite.
+        ValueError: for a speed out of range.
     """
 
     flops_per_s: float = 400e12
@@ -61,11 +62,14 @@ class Links:
     padded: bool = False
 
     def __post_init__(self) -> None:
+        instance("Links", "padded", self.padded, bool, advice="Exchanges are padded on CPUs.")
         advice = "Give what the machine does."
         for name in ("flops_per_s", "inside_bytes_per_s", "across_bytes_per_s", "element_bytes"):
             value = number("Links", name, getattr(self, name), advice=advice)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"Links: {name} finite and > 0; got {name}={value}. {advice}")
+            if not _SLOWEST <= value <= _FASTEST:
+                raise ValueError(
+                    f"Links: {name} in {_SLOWEST:g} .. {_FASTEST:g}; got {name}={value}. {advice}"
+                )
 
     def step_seconds(self, plan: BalancePlan) -> StepSeconds:
         """Modelled time of a block under a plan."""

@@ -19,7 +19,7 @@ class Topology:
 
     Raises:
         TypeError: either is no integer.
-        ValueError: either is below 1, or there are more than 65,536 devices.
+        ValueError: either is below 1, or there are more than 8,192 devices.
 
     Example:
         >>> topology = Topology(num_machines=2, devices_per_machine=4)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 # What a reader of the API meets first has an example.
 SHOWN = {
     "solver": "balance parse_bags BagSpec Topology CostModel StepLayout capacity_for step_tables validate_plan"
-    " plan_from_slices pack_home",
+    " plan_from_slices pack_home plan_sequence_parallel",
     "parallel": "expand_route data_mesh check_machines",
 }
 

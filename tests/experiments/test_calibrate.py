@@ -24,7 +24,7 @@ from experiments._calibrate_settings import (
 from experiments._calibration import BlockShape, load_calibration
 from experiments._config import UserError, load_config, run_program
 from experiments._platform import make_mesh
-from experiments._run import default_links, make_planner
+from experiments._run_planner import default_links, make_planner
 from experiments._workdir import checked_settings
 from solver import CostModel, Links, balance
 from tests.experiments._program_cases import TINY
@@ -193,14 +193,14 @@ def test_cases_count_what_programs_compute():
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_random_batches_differ_and_fit_their_programs(devices):
     bench = Bench(SHAPE, make_mesh(devices, 1), cores=2)
-    cases = random_cases(bench, 48, 7)
-    assert len(cases) == 7
-    assert len({id(case.shares or case) for case in cases}) == 3
+    cases = random_cases(bench, 48, 9)
+    assert len(cases) == 9
+    assert len({id(case.shares or case) for case in cases}) == 4
     assert len({tuple(case.index.lengths) for case in cases}) > 3
     for case in cases:
         assert case.sizes.fits(bench.needs(case.index, case.bags))
         assert case.index.lengths.min() > 0
-        assert case.index.lengths.sum() in {devices * t for t in (16, 28, 48)}
+        assert case.index.lengths.sum() in {devices * t for t in (16, 28, 48, 38)}
 
 
 # The file.
@@ -276,20 +276,35 @@ def test_bad_files_are_refused(write, contents, tmp_path):
     for name in ("device_kind", "num_devices", "shape", "lengths", "seconds", "fits"):
         fails({key: x for key, x in contents.items() if key != name}, f"{name} must be there; got none")
     fails({**contents, "seconds": [1.0]}, "one of seconds for each of lengths; got 1 and 2")
-    fails({**contents, "seconds": [1.0, 0]}, r"seconds.entry must be a finite number > 0; got 0")
-    fails({**contents, "num_devices": 0}, "num_devices must be an integer of at least 1; got 0")
-    fails({**contents, "shape": {**contents["shape"], "dtype": "int8"}}, "dtype must be float32 or bfloat16")
+    fails({**contents, "seconds": [1.0, 0]}, r"seconds.entry must be a number in 1e-12 \.\. 1e\+06; got 0")
+    fails({**contents, "num_devices": 0}, r"num_devices must be an integer in 1 \.\. 1048576; got 0")
+    fails({**contents, "version": True}, "must be of version 1; got True")
+    fails(
+        {**contents, "lengths": [1, 2**70]}, r"lengths.entry must be an integer in 1 \.\. 1048576; got 11805"
+    )
+    fails("[" * 100_000, "is not JSON")
+
+    def with_shape(**changes):
+        return {**contents, "shape": {**contents["shape"], **changes}}
+
+    fails(with_shape(dtype="int8"), "dtype must be float32 or bfloat16")
+    fails(with_shape(block=7), r"shape.block must be a multiple of 8 in 8 \.\. 4096; got 7")
+    fails(with_shape(text=10**20), "shape.text must be an integer in 0")
 
     def with_term(**changes):
         terms = {**contents["fits"]["terms"], **changes}
         return {**contents, "fits": {**contents["fits"], "terms": terms}}
 
-    fails(with_term(launch_s=-1e-9), r"fits.terms.launch_s must be a finite number >= 0; got -1e-09")
-    fails(with_term(linear_s_per_flop=0), r"fits.terms.linear_s_per_flop must be a finite number > 0; got 0")
-    fails(with_term(attention_s_per_flop=float("nan")), "attention_s_per_flop must be a finite number")
-    fails(with_term(attention_s_per_flop=10**400), "attention_s_per_flop must be a finite number")
-    fails(with_term(attention_s_per_flop="1"), "attention_s_per_flop must be a finite number")
+    fails(with_term(launch_s=-1e-9), r"fits.terms.launch_s must be a number in 0 \.\. 1e\+06; got -1e-09")
+    fails(
+        with_term(linear_s_per_flop=0),
+        r"fits.terms.linear_s_per_flop must be a number in 1e-24 \.\. 1e\+06; got 0",
+    )
+    fails(with_term(attention_s_per_flop=float("nan")), "attention_s_per_flop must be a number in 0")
+    fails(with_term(attention_s_per_flop=10**400), "attention_s_per_flop must be a number in 0")
+    fails(with_term(attention_s_per_flop="1"), "attention_s_per_flop must be a number in 0")
     fails(with_term(exchange_s_per_byte=None), "fits.terms.no_exchange must be a text")
+    fails(with_term(exchange_s_per_byte=1e-320), "exchange_s_per_byte must be a number in 1e-24")
     fails(with_term(attention_s_per_flop=1.0), "gamma in 0 .. 1e")
     assert (
         load_calibration(write(with_term(exchange_s_per_byte=None, no_exchange="one"))).no_exchange == "one"
@@ -308,6 +323,10 @@ def test_bad_flags_are_refused_before_any_work(tmp_path, monkeypatch, write, con
     fails("--lengths=64,128", match="at least 3 different ones")
     fails("--lengths=1,64,128", match="at least 3 different ones in")
     fails("--repeats=0", match="--repeats must be at least 1; got 0")
+    for folder in ("folder.json", "figure.png"):
+        (tmp_path / folder).mkdir()
+    for out in ("folder.json", "figure.json"):
+        fails(f"--out={tmp_path / out}", match="--out and its figure are files to write; .* is a folder")
     fails("--check", "--batches=0", match="--batches must be at least 1; got 0")
     fails("--devices=0", match="--devices must be at least 1; got 0")
     fails("--devices=99", match="--devices must be at most the 8 there are; got 99")

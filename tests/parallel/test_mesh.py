@@ -72,6 +72,13 @@ def test_machines_of_a_topology_are_those_of_the_mesh():
     ):
         with pytest.raises(ValueError, match=f"check_machines: .*{message}"):
             inspect.unwrap(check_machines)(mesh, devices_per_machine)
+    for mesh, value, message in (
+        (None, 2, "mesh is a Mesh; got NoneType"),
+        (two, "2", "devices_per_machine is an integer; got str"),
+        (two, True, "devices_per_machine is an integer; got bool"),
+    ):
+        with pytest.raises(TypeError, match=f"check_machines: {message}"):
+            inspect.unwrap(check_machines)(mesh, value)
 
 
 def test_import_starts_no_backend_and_loads_neither_solver_nor_models():

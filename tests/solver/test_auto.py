@@ -1,5 +1,8 @@
 """Balancing tokens and attention apart: goals on mixes and long tails, rules of a plan, and what it is made of."""
 
+import importlib.util
+import os
+import re
 import subprocess
 import sys
 
@@ -289,6 +292,8 @@ print(HAS_NUMBA, digest.hexdigest())
         for how in ("with", "without")
     ]
     with_numba, without = (line.split() for line in found)
+    if importlib.util.find_spec("numba"):
+        assert with_numba[0] == "True"
     assert without[0] == "False"
     assert with_numba[1] == without[1]
 
@@ -322,3 +327,66 @@ def test_partition_fills_uneven_bins():
     filled = np.stack([np.bincount(where, weights=v, minlength=3) for v in values])
     # Where no exchange helps any more: the squares, of which all but the first bin have plenty, are 2.5 % off.
     assert (np.abs(filled - capacity) / unit[:, None] <= [[0.001], [0.03]]).all()
+
+
+@pytest.mark.parametrize(
+    ("machines", "devices", "longest"), [(4, 8, 65_536), (16, 8, 131_072), (16, 8, 262_144)]
+)
+def test_tokens_are_even_where_a_sequence_needs_many_machines(machines, devices, longest):
+    """Few sequences a device, one of them most of all attention: its tokens go where others leave room for them."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(np.log(2000), 1.2, 2 * machines * devices), 64, 65536).astype(np.int64)
+    lengths[0] = longest
+    plan = auto(lengths, np.arange(len(lengths)) % (machines * devices), machines * devices)
+    assert plan.tokens.max() <= 1.01 * plan.tokens.mean()
+    assert plan.static_step_cost <= 1.02
+
+
+@pytest.mark.parametrize(("machines", "devices"), [(1, 6), (3, 8), (6, 8)])
+def test_equal_bags_of_every_size_are_tried(machines, devices):
+    total = machines * devices
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        lengths = np.clip(rng.lognormal(np.log(3000), 1.2, rng.integers(1, 2 * total)), 64, 60_000).astype(
+            int
+        )
+        problem = {"num_devices": total, "topology": Topology(machines, devices)}
+
+        def step_s(bags, lengths=lengths, problem=problem):
+            plan = balance(lengths, np.arange(len(lengths)) % problem["num_devices"], bags=bags, **problem)
+            return Links().step_seconds(plan).exposed
+
+        best = min(step_s(f"g{g}n{total // g}") for g in range(1, total + 1) if total % g == 0)
+        assert step_s("auto") <= 1.005 * best
+
+
+def test_a_refusal_names_rows_that_are_accepted():
+    refused = 0
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        lengths = np.clip(rng.lognormal(np.log(2000), 1.2, rng.integers(3, 40)), 64, 65_536).astype(int)
+        problem = {"num_devices": 8, "num_heads": 7, "bags": "auto"}
+        home = np.arange(len(lengths)) % 8
+        try:
+            balance(lengths, home, max_rows=1.0, **problem)
+        except ValueError as error:
+            refused += 1
+            enough = float(re.search(r"max_rows >= ([\d.]+)", str(error))[1])
+            balance(lengths, home, max_rows=enough, **problem)
+    assert refused > 10
+
+
+def test_machines_of_too_many_devices_are_refused():
+    with pytest.raises(
+        ValueError, match=r"machines of at most 1024 devices; got devices_per_machine=2048\. Give top"
+    ):
+        balance([5], [0], num_devices=2048, bags="auto", num_heads=2)
+
+
+def test_a_numba_that_cannot_be_loaded_is_named(tmp_path):
+    (tmp_path / "numba.py").write_text("raise ImportError('needs another NumPy')")
+    script = "from solver import balance; print(balance([9, 5], [0, 1], num_devices=2, bags='auto').tokens.tolist())"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env)
+    assert done.stdout == "[7, 7]\n"
+    assert "plans are made without Numba, which cannot be loaded: needs another NumPy" in done.stderr

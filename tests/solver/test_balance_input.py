@@ -33,7 +33,7 @@ def test_good_input_is_not_refused():
         ({"text_lengths": [0, 5]}, r"text_lengths <= lengths; got text_lengths=5 of lengths=4 at sequence 1"),
         ({"text_lengths": [-1, 4]}, r"got text_lengths=-1 at sequence 0"),
         ({"num_devices": 0}, r"num_devices >= 1; got num_devices=0"),
-        ({"num_devices": 10**30}, r"num_devices <= 65536; got num_devices=a number of more than 64 bits"),
+        ({"num_devices": 10**30}, r"num_devices <= 8192; got num_devices=a number of more than 64 bits"),
         ({"num_heads": 0}, r"num_heads >= 1; got num_heads=0"),
         ({"num_heads": 2**40}, r"num_heads <= 65536; got num_heads=1099511627776"),
         ({"topology": Topology(2, 8)}, r"got 2 machines of 8 and num_devices=8"),
@@ -53,7 +53,10 @@ def test_values_out_of_range(change, message):
     [
         ([1.0, 2.0], "are integers; got dtype=float64. Convert them"),
         ([NAN, 2], "are integers; got dtype=float64"),
-        ([True, False], "are integers; got dtype=bool"),
+        ([True, False], "are integers; got a bool. Convert them"),
+        (np.array([True, False]), "are integers; got dtype=bool"),
+        ([True, 2], "are integers; got a bool"),
+        (np.ma.MaskedArray([1, 2], [True, False]), "has no mask; got a masked array. Give its compressed"),
         ([None, 2], "are integers; got dtype=object"),
         (["1", "2"], "are integers; got dtype=<U1"),
         ([[3, 4]], r"is one-dimensional; got shape \(1, 2\). One entry per sequence"),
@@ -122,6 +125,7 @@ def test_a_step_of_nothing(bags):
         (lambda: CostModel(8, 0.4, "1"), "CostModel: seconds_per_flop is a number; got str"),
         (lambda: Links(flops_per_s="fast"), "Links: flops_per_s is a number; got str"),
         (lambda: Links(element_bytes=True), "Links: element_bytes is a number; got bool"),
+        (lambda: Links(padded="no"), "Links: padded is a bool; got str. Exchanges are padded on CPUs"),
         (lambda: BagSpec(8), r"BagSpec: counts are pairs .* got counts=8"),
         (lambda: BagSpec(((1,),)), r"BagSpec: counts are pairs .* got counts=\(\(1,\),\)"),
         (lambda: BagSpec(((1.5, 2),)), "BagSpec: size is an integer; got float 1.5"),
@@ -136,14 +140,19 @@ def test_parts_of_another_kind(make, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Topology(2**10, 2**10), "Topology: num_devices <= 65536; got num_devices=1048576"),
+        (lambda: Topology(2**10, 2**10), "Topology: num_devices <= 8192; got num_devices=1048576"),
         (
             lambda: Links(across_bytes_per_s=NAN),
-            "across_bytes_per_s finite and > 0; got across_bytes_per_s=nan",
+            r"across_bytes_per_s in 1 \.\. 1e\+24; got across_bytes_per_s=nan",
+        ),
+        (lambda: Links(flops_per_s=1e-320), r"flops_per_s in 1 \.\. 1e\+24; got flops_per_s=1e-320"),
+        (
+            lambda: CostModel(8, 0.4, 1e308),
+            r"seconds_per_flop in 1e-30 \.\. 1e\+06; got seconds_per_flop=1e\+308",
         ),
         (lambda: BagSpec(()), "BagSpec: at least one bag; got none"),
-        (lambda: BagSpec(((2**17, 1),)), "BagSpec: size <= 65536; got size=131072"),
-        (lambda: BagSpec(((2, 2**15 + 1),)), "BagSpec: num_devices <= 65536; got num_devices=65538"),
+        (lambda: BagSpec(((2**17, 1),)), "BagSpec: size <= 8192; got size=131072"),
+        (lambda: BagSpec(((2, 2**12 + 1),)), "BagSpec: num_devices <= 8192; got num_devices=8194"),
     ],
 )
 def test_parts_out_of_range(make, message):

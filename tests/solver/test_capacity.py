@@ -151,6 +151,13 @@ def test_no_needs_no_capacity():
             capacity_for(needs)
     with pytest.raises(TypeError, match="step_needs: layout is a StepLayout; got NoneType"):
         step_needs(None)
+    with pytest.raises(TypeError, match="step_needs: padded is a bool; got str"):
+        needs_of(1, padded="no")
+    with pytest.raises(TypeError, match="capacity_for: at_least is a StepCapacity; got list"):
+        capacity_for([needs_of(1)], at_least=[needs_of(1)])
+    for use in (needs_of(1).fits, needs_of(1).grown):
+        with pytest.raises(TypeError, match=r"StepCapacity\.grown: needs is a StepCapacity; got NoneType"):
+            use(None)
 
 
 def test_a_stream_that_no_step_has_takes_no_rows():

@@ -91,5 +91,23 @@ def test_other_misfits_are_refused():
             unpack_home(rows, layout)
     with pytest.raises(ValueError, match=r"unpack_home: devices in 0\.\.3; got devices=4 at device 1"):
         unpack_home(packed, layout, devices=[0, 4])
+    for use in (
+        lambda: pack_home(values, layout, capacity, devices=[1, 1]),
+        lambda: unpack_home(packed[:2], layout, devices=[1, 1]),
+    ):
+        with pytest.raises(ValueError, match="pack_home: devices, each once; got 2, 1 of them different"):
+            use()
+    with pytest.raises(
+        ValueError, match="pack_home: a capacity for the plan's devices; got 5 and a plan for 4"
+    ):
+        pack_home(values, layout, replace(capacity, num_devices=5))
+    for bad, message in (
+        (5, "values are a list of arrays, one for each sequence; got int"),
+        ([5, *values[1:]], "sequence 0 is an array of rows; got int"),
+    ):
+        with pytest.raises(TypeError, match=f"pack_home: {message}"):
+            pack_home(bad, layout, capacity)
+    with pytest.raises(ValueError, match="pack_home: rows of one shape; got several in sequence 0"):
+        pack_home([[[1], [2, 3]], *values[1:]], layout, capacity)
     with pytest.raises(TypeError, match="pack_home: layout is a StepLayout; got BalancePlan"):
         pack_home(values, layout.plan, capacity)

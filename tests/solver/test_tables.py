@@ -175,7 +175,7 @@ def test_a_size_too_small_names_the_device_and_its_longest_sequence():
         ([4], r"devices in 0\.\.3; got devices=4 at device 0\. The plan has 4, numbered from 0"),
         ([-1], r"devices in 0\.\.3; got devices=-1"),
         ([0.5], "devices are integers; got dtype=float64"),
-        ([True], "devices are integers; got dtype=bool"),
+        ([True], "devices are integers; got a bool"),
         (2, "devices is one-dimensional; got int"),
     ],
 )

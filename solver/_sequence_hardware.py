@@ -1,0 +1,184 @@
+"""What a machine of GPUs does, as far as the time of a sequence-parallel layer depends on it."""
+
+import math
+from dataclasses import dataclass, fields
+
+from solver._check import integer, number
+
+_ADVICE = "Give what the data sheet or a measurement says."
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A kind of link: between the devices of a machine, or between machines.
+
+    Two-sided transfers are NCCL's: a kernel on either side, which meet; one-sided ones are puts and gets.
+
+    Args:
+        bytes_per_s: of the adapter, in one direction, at its nominal rate.
+        shared_by: consecutive devices of a machine that share one adapter; 1 is an adapter for each.
+        all_to_all: share of the rate that two-sided exchanges with all peers at once reach.
+        one_peer: share that two-sided exchanges with one peer at a time reach, as ring steps are.
+        one_sided: share that puts and gets reach.
+        two_sided_s: seconds from a two-sided call until data flows: launch, meeting, latency.
+        one_sided_s: the same of a put or get.
+        message_s: seconds more for each peer of a call.
+
+    Raises:
+        TypeError: for what is no number.
+        ValueError: for a rate or share that is not positive, a share above 1, a negative time.
+    """
+
+    bytes_per_s: float
+    shared_by: int
+    all_to_all: float
+    one_peer: float
+    one_sided: float
+    two_sided_s: float
+    one_sided_s: float
+    message_s: float
+
+    def __post_init__(self) -> None:
+        shared_by = integer("Link", "shared_by", self.shared_by, most=1 << 16, advice=_ADVICE)
+        object.__setattr__(self, "shared_by", shared_by)
+        _check_positive(self, ("bytes_per_s", "all_to_all", "one_peer", "one_sided"))
+        _check_shares(self, ("all_to_all", "one_peer", "one_sided"))
+        _check_seconds(self, ("two_sided_s", "one_sided_s", "message_s"))
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceHardware:
+    """A GPU, and the links that it has.
+
+    Args:
+        flops_per_s: peak of matrix products in the layer's precision.
+        linear: share of the peak that linear layers reach, elementwise work between them included.
+        attention: share that attention would reach with heads without end; `attention_half_dim` is the head
+            dimension that reaches half of it: what is done for a score costs the same whatever the dimension.
+        attention_half_dim: see above.
+        tile_rows: queries of a head that a processor takes at a time. Tiles run in waves of one on each processor, and
+            the last wave takes as long as a full one: little work leaves processors idle.
+        processors: of a GPU (SMs).
+        communication_processors: how many a two-sided transfer takes from the attention beside it.
+        memory_bytes_per_s: of the GPU's own memory, for merging partial outputs.
+        launch_s: seconds of a kernel besides its work.
+        inside, across: links between devices of a machine, and between machines.
+        one_sided: whether puts and gets are at hand.
+        ring_overlaps: whether two-sided ring steps run under attention, and not after it.
+        element_bytes: of an element of q, k, v and o.
+
+    Raises:
+        TypeError: for what is no number.
+        ValueError: for a value that is not positive, a share above 1, or all processors taken by communication.
+    """
+
+    flops_per_s: float
+    linear: float
+    attention: float
+    attention_half_dim: float
+    processors: int
+    communication_processors: int
+    memory_bytes_per_s: float
+    inside: Link
+    across: Link
+    tile_rows: int = 128
+    launch_s: float = 5e-6
+    one_sided: bool = False
+    ring_overlaps: bool = True
+    element_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        links = ("inside", "across", "one_sided", "ring_overlaps")
+        names = tuple(f.name for f in fields(self) if f.name not in links)
+        _check_positive(self, tuple(name for name in names if name not in _MAY_BE_ZERO))
+        _check_shares(self, ("linear", "attention"))
+        _check_seconds(self, ("launch_s", "attention_half_dim", "communication_processors"))
+        if self.communication_processors >= self.processors:
+            raise ValueError(
+                "SequenceHardware: communication_processors < processors; got "
+                f"communication_processors={self.communication_processors}, processors={self.processors}. {_ADVICE}"
+            )
+
+    def linear_seconds(self, flops: float) -> float:
+        """Seconds of so many FLOP of linear layers."""
+        return flops / (self.flops_per_s * self.linear)
+
+    def attention_seconds(self, queries: float, keys: float, heads: float, head_dim: int) -> float:
+        """Seconds of attention of some queries to some keys; `heads` counts each sequence of a batch anew."""
+        reached = self.flops_per_s * self.attention * head_dim / (head_dim + self.attention_half_dim)
+        tiles = math.ceil(heads) * math.ceil(queries / self.tile_rows)
+        waves = math.ceil(tiles / self.processors)
+        return self.launch_s + waves * self.processors * self.tile_rows * keys * 4 * head_dim / reached
+
+    def merge_seconds(self, elements: float) -> float:
+        """Seconds to merge a partial output into the float32 accumulator, which is read and written."""
+        return self.launch_s + elements * (4 + 4 + self.element_bytes) / self.memory_bytes_per_s
+
+    @property
+    def taken(self) -> float:
+        """Share of the processors that a two-sided transfer takes."""
+        return self.communication_processors / self.processors
+
+
+_MAY_BE_ZERO = ("launch_s", "attention_half_dim", "communication_processors")
+
+
+def _check_positive(owner: Link | SequenceHardware, names: tuple[str, ...]) -> None:
+    kind = type(owner).__name__
+    for name in names:
+        value = number(kind, name, getattr(owner, name), advice=_ADVICE)
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{kind}: {name} finite and > 0; got {name}={value}. {_ADVICE}")
+
+
+def _check_shares(owner: Link | SequenceHardware, names: tuple[str, ...]) -> None:
+    kind = type(owner).__name__
+    for name in names:
+        if getattr(owner, name) > 1:
+            raise ValueError(f"{kind}: {name} <= 1; got {name}={getattr(owner, name)}. {_ADVICE}")
+
+
+def _check_seconds(owner: Link | SequenceHardware, names: tuple[str, ...]) -> None:
+    kind = type(owner).__name__
+    for name in names:
+        value = number(kind, name, getattr(owner, name), advice=_ADVICE)
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{kind}: {name} finite and >= 0; got {name}={value}. {_ADVICE}")
+
+
+# Sources. 312 TFLOP/s, 108 SMs, 2.039 TB/s, 300 GB/s of NVLink each way: NVIDIA's data sheet of A100 80 GB SXM.
+# 400 Gb/s is what a machine has, not a GPU: as in Amazon's p4d and p4de, 8 A100 with four adapters of 100 Gb/s.
+# Attention: FlashAttention-2 (arXiv 2307.08691) reports up to 73 % of A100's peak at head_dim 128 and about 60 % at 64,
+# which 0.9 D / (D + 32) gives. Linear layers: whole training steps on A100 reach up to 57 % of the peak
+# (arXiv 2205.05198), communication included; 60 % without it. NCCL on p4d (issue 527 of NVIDIA/nccl): all-reduce, a
+# ring, moves 231 GB/s in a machine, 31.8 GB/s between 3 and 29.6 between 4. No public figure of all-to-all, puts or
+# gets over this network was found: 0.8 is an assumption. 20 SMs are what DeepSeek-V3 (arXiv 2412.19437) gives to
+# communication. Latencies are of the published order: NVLink some microseconds, adapters behind libfabric 15-20, an
+# NCCL call 10-20 more.
+A100_MACHINE = SequenceHardware(
+    flops_per_s=312e12,
+    linear=0.6,
+    attention=0.9,
+    attention_half_dim=32,
+    processors=108,
+    communication_processors=20,
+    memory_bytes_per_s=2.039e12,
+    inside=Link(300e9, 1, 0.77, 0.77, 0.77, 15e-6, 3e-6, 1e-6),
+    across=Link(50e9, 8, 0.8, 0.6, 0.8, 40e-6, 20e-6, 2e-6),
+)
+
+# 989.4 TFLOP/s, 132 SMs, 3.35 TB/s, 450 GB/s of NVLink: NVIDIA's data sheet of H100 SXM. 400 Gb/s for each GPU, as in
+# its DGX H100. Attention: FlashAttention-3 (arXiv 2407.08608) reports 648 TFLOP/s at head_dim 128 and 497 at 64, long
+# and non-causal: 0.93 D / (D + 55). Linear layers at 400 TFLOP/s, as `Links` has them. Of its links it reaches what an
+# A100 does, but over InfiniBand rings as much as all-to-all, and in a half to a third of the latency.
+H100_MACHINE = SequenceHardware(
+    flops_per_s=989.4e12,
+    linear=400 / 989.4,
+    attention=0.93,
+    attention_half_dim=55,
+    processors=132,
+    communication_processors=20,
+    memory_bytes_per_s=3.35e12,
+    inside=Link(450e9, 1, 0.77, 0.77, 0.77, 15e-6, 3e-6, 1e-6),
+    across=Link(50e9, 1, 0.8, 0.8, 0.8, 20e-6, 6e-6, 1e-6),
+)

@@ -1,0 +1,242 @@
+"""Which sequence-parallel algorithm, with which degrees across and inside machines, makes a layer soonest done."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from solver._check import MOST_HEADS, instance, integer
+from solver._sequence_algorithms import layer_timeline
+from solver._sequence_hardware import A100_MACHINE, SequenceHardware
+from solver._sequence_layer import SequenceMesh, SequenceShape
+from solver._sequence_timeline import TimelineEvent
+from solver._topology import Topology
+
+CfgPlacement = Literal["none", "batched", "machines", "devices"]
+_MOST_DEVICES = 1024
+_MOST_TOKENS = 1 << 30
+_MOST_HEAD_GROUPS = 8
+_CALLER = "plan_sequence_parallel"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceParallelPlan:
+    """How a layer is spread over devices, and its modelled time.
+
+    Attributes:
+        algorithm: "none" (one device), "ulysses", "ring", "usp" (Ulysses inside machines, ring across),
+            "topology_aware" (Ulysses across machines first, ring inside) or "torus".
+        mesh: degrees of Ulysses and ring across and inside machines; of one of two groups if `cfg` is "machines" or
+            "devices".
+        head_groups: exchanges that Ulysses is cut into, so that one runs under the attention of another; 1 is uncut.
+        one_sided: whether transfers are puts and gets instead of NCCL's calls.
+        cfg: the two branches of classifier-free guidance: "none" (there is one), "batched" (twice the batch on all
+            devices), on halves of the "machines", or on halves of each machine's "devices".
+        layer_s: modelled seconds of a layer, both branches.
+        usp_layer_s: the same of USP's best mesh, two-sided.
+        timeline: events of a device, from which `layer_s` is computed.
+    """
+
+    algorithm: str
+    mesh: SequenceMesh
+    head_groups: int
+    one_sided: bool
+    cfg: CfgPlacement
+    layer_s: float
+    usp_layer_s: float
+    timeline: tuple[TimelineEvent, ...]
+
+    @property
+    def speedup(self) -> float:
+        """Over USP's best mesh; 1 at least."""
+        return self.usp_layer_s / self.layer_s
+
+    @property
+    def across_bytes(self) -> float:
+        """Bytes that a device sends to other machines in a layer."""
+        return sum(event.sent_bytes for event in self.timeline if event.lane == "across")
+
+    @property
+    def inside_bytes(self) -> float:
+        """Bytes that a device sends inside its machine in a layer."""
+        return sum(event.sent_bytes for event in self.timeline if event.lane == "inside")
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Devices that share a sequence: all, or those of one branch of guidance."""
+
+    topology: Topology
+    shape: SequenceShape
+    hardware: SequenceHardware
+    cfg: CfgPlacement
+
+    def plan(
+        self, mesh: SequenceMesh, *, head_groups: int | None = 1, one_sided: bool = False
+    ) -> SequenceParallelPlan:
+        """The plan of a candidate; `head_groups` None is Torus attention."""
+        timeline = layer_timeline(
+            self.topology, self.shape, mesh, self.hardware, head_groups=head_groups, one_sided=one_sided
+        )
+        seconds = max(event.stop_s for event in timeline)
+        name = _name(mesh) if head_groups is not None else "torus"
+        return SequenceParallelPlan(
+            name, mesh, head_groups or 1, one_sided, self.cfg, seconds, math.nan, timeline
+        )
+
+
+def plan_sequence_parallel(
+    topology: Topology,
+    num_heads: int,
+    head_dim: int,
+    lengths: int | tuple[int, int],
+    batch: int = 1,
+    cfg: bool = False,
+    *,
+    hardware: SequenceHardware = A100_MACHINE,
+) -> SequenceParallelPlan:
+    """The candidate whose layer ends soonest: Ulysses, ring, USP, topology-aware placement, Torus.
+
+    Candidates are all Ulysses and ring degrees across and inside machines; Ulysses uncut or in up to 8 groups of heads;
+    Torus wherever Ulysses spans all machines; with guidance, both branches on all devices or on halves of them; each
+    two-sided and, where the hardware has it, one-sided. USP's meshes are candidates, so that the plan is never slower
+    than the best of them; where several end together, the plan is one of USP's, or else uncut and two-sided.
+
+    The layer is bidirectional self-attention over text and image together, and 24 l d^2 FLOP of linear layers, d =
+    num_heads * head_dim; the fullest device is timed. Not modelled: memory, devices that differ, what a step has
+    besides its layers (with guidance on halves, joining the branches).
+
+    Args:
+        topology: machines and devices in each; at most 1,024 devices.
+        num_heads: attention heads; a degree that does not divide them leaves some devices a head less.
+        head_dim: of a head.
+        lengths: tokens of a sequence, or (image tokens, text tokens), which are sharded alike.
+        batch: sequences, of one branch.
+        cfg: whether there are two branches of classifier-free guidance.
+        hardware: of a device and its links.
+
+    Returns:
+        The plan, with the timeline of a layer.
+
+    Raises:
+        TypeError: for an argument of another kind.
+        ValueError: for one out of range.
+
+    Example:
+        >>> plan = plan_sequence_parallel(Topology(4, 8), 24, 128, (65_536, 512))
+        >>> plan.algorithm, plan.mesh.ulysses_across, plan.speedup > 1.5
+        ('torus', 4, True)
+
+    Reference: SwiftFusion, arXiv 2601.20273, whose placement is a fixed rule.
+    """
+    return sequence_plans(topology, num_heads, head_dim, lengths, batch, cfg, hardware=hardware)[0]
+
+
+def sequence_plans(
+    topology: Topology,
+    num_heads: int,
+    head_dim: int,
+    lengths: int | tuple[int, int],
+    batch: int = 1,
+    cfg: bool = False,
+    *,
+    hardware: SequenceHardware = A100_MACHINE,
+) -> list[SequenceParallelPlan]:
+    """All candidates of `plan_sequence_parallel`, the fastest first; arguments and errors are the same."""
+    instance(_CALLER, "cfg", cfg, bool, advice="True where guidance has two branches.")
+    shape = _checked_shape(topology, num_heads, head_dim, lengths, batch)
+    instance(_CALLER, "hardware", hardware, SequenceHardware, advice="A100_MACHINE is one.")
+    groups = list(_groups(topology, shape, hardware, cfg))
+    usp = [group.plan(mesh) for group in groups for mesh in _usp_meshes(group)]
+    others = [plan for group in groups for plan in _candidates(group)]
+    baseline_s = min(plan.layer_s for plan in usp)
+    # The sort is stable: of equals the first listed wins.
+    ordered = sorted([*usp, *others], key=lambda plan: plan.layer_s)
+    return [replace(plan, usp_layer_s=baseline_s) for plan in ordered]
+
+
+def _checked_shape(
+    topology: Topology, num_heads: int, head_dim: int, lengths: int | tuple[int, int], batch: int
+) -> SequenceShape:
+    instance(_CALLER, "topology", topology, Topology, advice="Give Topology(machines, devices in each).")
+    advice = "Give the devices that share one sequence; others work on other sequences."
+    integer(_CALLER, "num_devices", topology.num_devices, most=_MOST_DEVICES, advice=advice)
+    heads = integer(_CALLER, "num_heads", num_heads, most=MOST_HEADS, advice="FLUX.1 has 24.")
+    dim = integer(_CALLER, "head_dim", head_dim, most=MOST_HEADS, advice="FLUX.1 has 128.")
+    batch = integer(_CALLER, "batch", batch, most=MOST_HEADS, advice="Give the sequences of one branch.")
+    parts = lengths if isinstance(lengths, tuple) else (lengths,)
+    if not 1 <= len(parts) <= 2:
+        raise ValueError(
+            f"{_CALLER}: lengths is tokens, or (image tokens, text tokens); got {len(parts)} entries."
+            " Plan sequences of other lengths one by one."
+        )
+    advice = "Give tokens after patches are made."
+    least = (1, 0)
+    total = sum(
+        integer(_CALLER, "lengths", part, most=_MOST_TOKENS, least=low, advice=advice)
+        for part, low in zip(parts, least, strict=False)
+    )
+    return SequenceShape(heads, dim, total, batch)
+
+
+def _groups(
+    topology: Topology, shape: SequenceShape, hardware: SequenceHardware, cfg: bool
+) -> Iterator[_Group]:
+    """All devices, and with guidance the halves that take a branch each."""
+    if not cfg:
+        yield _Group(topology, shape, hardware, "none")
+        return
+    machines, devices = topology.num_machines, topology.devices_per_machine
+    yield _Group(topology, replace(shape, batch=2 * shape.batch), hardware, "batched")
+    if machines % 2 == 0:
+        yield _Group(Topology(machines // 2, devices), shape, hardware, "machines")
+    if devices % 2 == 0:
+        across = hardware.across
+        if across.shared_by > devices // 2:  # by devices of both branches
+            across = replace(across, bytes_per_s=across.bytes_per_s / 2)
+        halves = Topology(machines, devices // 2)
+        yield _Group(halves, shape, replace(hardware, across=across), "devices")
+
+
+def _usp_meshes(group: _Group) -> Iterator[SequenceMesh]:
+    """USP's: a Ulysses degree that divides the heads, inside machines first, whole machines from there on."""
+    for mesh in _meshes(group.topology):
+        inside_first = mesh.ulysses_across == 1 or mesh.ring_inside == 1
+        if inside_first and group.shape.num_heads % mesh.ulysses_degree == 0:
+            yield mesh
+
+
+def _meshes(topology: Topology) -> Iterator[SequenceMesh]:
+    machines, devices = topology.num_machines, topology.devices_per_machine
+    for across in _divisors(machines):
+        for inside in _divisors(devices):
+            yield SequenceMesh(across, inside, machines // across, devices // inside)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _candidates(group: _Group) -> Iterator[SequenceParallelPlan]:
+    """All there are, USP's two-sided meshes among them."""
+    for one_sided in (False, True) if group.hardware.one_sided else (False,):
+        for mesh in _meshes(group.topology):
+            if mesh.ulysses_degree > group.shape.num_heads:
+                continue
+            yield group.plan(mesh, one_sided=one_sided)
+            heads = math.ceil(group.shape.num_heads / mesh.ulysses_degree)
+            cuts = range(2, min(heads, _MOST_HEAD_GROUPS) + 1) if mesh.ulysses_degree > 1 else ()
+            for head_groups in cuts:
+                yield group.plan(mesh, head_groups=head_groups, one_sided=one_sided)
+            if mesh.ulysses_across > 1 and mesh.ring_across == 1:
+                yield group.plan(mesh, head_groups=None, one_sided=one_sided)
+
+
+def _name(mesh: SequenceMesh) -> str:
+    if mesh.num_devices == 1:
+        return "none"
+    if mesh.ring_degree == 1:
+        return "ulysses"
+    if mesh.ulysses_degree == 1:
+        return "ring"
+    return "usp" if mesh.ulysses_across == 1 or mesh.ring_inside == 1 else "topology_aware"
