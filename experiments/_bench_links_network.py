@@ -1,0 +1,199 @@
+"""Machines with slow links, emulated on this one: a network namespace each, joined by a switch, links limited in rate.
+
+    machine 0 [up]---[m0] switch [m1]---[up] machine 1
+                          [m2]---[up] machine 2 ...
+
+The switch has a namespace too, so that nothing of the host's network changes. Each end of a link sends no faster than
+the rate (`tc tbf`), so a machine's sending and its receiving are limited apart. Queues hold all that senders have under
+way, and TCP is plain Reno: nothing is dropped, so time is bytes over rate.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from experiments._program import UserError
+
+PREFIX = "jaxdit-links"
+SWITCH = f"{PREFIX}-switch"
+UPLINK = "up"
+_BRIDGE = "bridge0"
+# Known inside the namespaces only.
+_SUBNET = "10.213.77"
+# A burst of two segments of TCP, and a queue for 16 windows.
+_BURST, _LIMIT = "128kb", "64mb"
+_CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
+_TOOLS = ("ip", "tc")
+# `ip netns exec` puts a namespace's own files in the place of those in /etc.
+_ETC = Path("/etc/netns")
+
+Command = list[str]
+
+
+def machine_name(machine: int) -> str:
+    """The namespace of a machine."""
+    return f"{PREFIX}-{machine}"
+
+
+def machine_address(machine: int) -> str:
+    """The address of a machine."""
+    return f"{_SUBNET}.{machine + 1}"
+
+
+def hosts_text(machine: int, host: str) -> str:
+    """A hosts file by which this computer's name means the machine's address: gloo tells others where its name leads."""
+    return f"127.0.0.1 localhost\n{machine_address(machine)} {host}\n"
+
+
+def inside(name: str, command: Sequence[str]) -> Command:
+    """A command, run in a namespace."""
+    return ["ip", "netns", "exec", name, *command]
+
+
+def build_commands(num_machines: int) -> list[Command]:
+    """Commands that make the switch, the machines and their links, without limits."""
+    commands = [
+        ["ip", "netns", "add", SWITCH],
+        ["ip", "-n", SWITCH, "link", "add", "name", _BRIDGE, "type", "bridge"],
+        ["ip", "-n", SWITCH, "link", "set", "dev", _BRIDGE, "up"],
+    ]
+    for machine in range(num_machines):
+        name, port = machine_name(machine), f"m{machine}"
+        link = ["ip", "link", "add", "name", port, "netns", SWITCH, "type", "veth"]
+        commands += [
+            ["ip", "netns", "add", name],
+            [*link, "peer", "name", UPLINK, "netns", name],
+            ["ip", "-n", SWITCH, "link", "set", "dev", port, "master", _BRIDGE, "up"],
+            ["ip", "-n", name, "addr", "add", f"{machine_address(machine)}/24", "dev", UPLINK],
+            ["ip", "-n", name, "link", "set", "dev", UPLINK, "up"],
+            ["ip", "-n", name, "link", "set", "dev", "lo", "up"],
+            inside(name, ["sh", "-c", f"echo reno > {_CONGESTION}"]),
+        ]
+    return commands
+
+
+def limit_commands(num_machines: int, rate_mbit: float | None) -> list[Command]:
+    """Commands that limit both ends of each link; None lifts the limits."""
+    queue = ["noqueue"]
+    if rate_mbit is not None:
+        queue = ["tbf", "rate", f"{rate_mbit:g}mbit", "burst", _BURST, "limit", _LIMIT]
+    ends = [(name, port) for m in range(num_machines) for name, port in _ends(m)]
+    return [["tc", "-n", name, "qdisc", "replace", "dev", port, "root", *queue] for name, port in ends]
+
+
+def _ends(machine: int) -> list[tuple[str, str]]:
+    return [(machine_name(machine), UPLINK), (SWITCH, f"m{machine}")]
+
+
+def check_privileges() -> None:
+    """Whether namespaces can be made here.
+
+    Raises:
+        UserError: naming what is missing.
+    """
+    missing = [] if os.geteuid() == 0 else ["root"]
+    missing += [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing:
+        raise UserError(
+            "bench_links emulates machines by network namespaces, which need root and iproute2 (ip, tc); missing here:"
+            f" {', '.join(missing)}. Run it as root, where Debian's iproute2 is installed."
+        )
+
+
+class Network:
+    """The emulated machines, while the context is entered. One at a time on a computer.
+
+    What an earlier one left behind, if it was killed, is removed first. On leaving everything is removed, and whatever
+    still runs in the namespaces is killed.
+
+    Args:
+        num_machines: how many.
+
+    Raises:
+        UserError: on entering, if another one exists, or the system refuses.
+    """
+
+    def __init__(self, num_machines: int) -> None:
+        self.num_machines = num_machines
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Network":
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_only_one())
+            remove_network()
+            stack.callback(remove_network)
+            self._write_hosts()
+            for command in build_commands(self.num_machines):
+                run(command)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def limit(self, rate_mbit: float | None) -> None:
+        """Limit all links; None lifts the limits."""
+        for command in limit_commands(self.num_machines, rate_mbit):
+            run(command)
+
+    def _write_hosts(self) -> None:
+        for machine in range(self.num_machines):
+            folder = _ETC / machine_name(machine)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "hosts").write_text(hosts_text(machine, socket.gethostname()))
+
+
+def run(command: Command) -> str:
+    """Output of a command.
+
+    Raises:
+        UserError: with what it says, if it fails.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(
+            f"bench_links: `{' '.join(command)}` failed: {done.stderr.strip() or done.returncode}. It needs the"
+            " capabilities NET_ADMIN and SYS_ADMIN, which root in a container may lack."
+        )
+    return done.stdout
+
+
+def remove_network() -> None:
+    """Remove all that bears our names; nothing is no error."""
+    for name in _existing():
+        for pid in run(["ip", "netns", "pids", name]).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        run(["ip", "netns", "delete", name])
+    for folder in _ETC.glob(f"{PREFIX}-*"):
+        shutil.rmtree(folder)
+
+
+def _existing() -> list[str]:
+    # A line is a name, and an id where there is one.
+    lines = run(["ip", "netns", "list"]).splitlines()
+    return [line.split()[0] for line in lines if line.startswith(f"{PREFIX}-")]
+
+
+@contextlib.contextmanager
+def _only_one() -> Iterator[None]:
+    """Holds a lock that ends with this process.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    with open(Path(tempfile.gettempdir()) / f"{PREFIX}.lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                "bench_links: another run emulates machines here. Wait until it ends."
+            ) from error
+        yield
