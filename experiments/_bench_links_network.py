@@ -48,7 +48,7 @@ def machine_address(machine: int) -> str:
 
 
 def hosts_text(machine: int, host: str) -> str:
-    """A hosts file by which this computer's name means the machine's address: gloo tells others where its name leads."""
+    """A hosts file by which this computer's name means the machine's address, which gloo tells the others."""
     return f"127.0.0.1 localhost\n{machine_address(machine)} {host}\n"
 
 
@@ -193,7 +193,5 @@ def _only_one() -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(
-                "bench_links: another run emulates machines here. Wait until it ends."
-            ) from error
+            raise UserError("bench_links: another run emulates machines here. Wait until it ends.") from error
         yield

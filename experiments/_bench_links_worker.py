@@ -117,7 +117,9 @@ class Programs:
         for (name, backward), run in self.compiled.items():
             error = largest_error(run(*self.inputs[name]), wanted)
             num_bytes = compiled_bytes(run, self.topology)
-            report.append({"variant": name, "backward": backward, "error": error, "compiled_bytes": num_bytes})
+            report.append(
+                {"variant": name, "backward": backward, "error": error, "compiled_bytes": num_bytes}
+            )
         return {"programs": report}
 
     def _timed(self, run: Any) -> dict[str, Any]:

@@ -1,0 +1,102 @@
+"""What bytes and the planner's model say of the programs of `bench_links`, and whether measured times rank alike."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from experiments._bench_links_measure import Machines
+from experiments._bench_links_variants import Sizes, Variant
+from solver import Link, SequenceHardware, SequenceShape, layer_timeline
+
+# Between processes of this computer: loopback of a few processes at a time, and a gloo call's meeting.
+_MEMORY_BYTES_PER_S = 2e9
+_CALL_S = 1e-3
+# Predictions closer than this say nothing of the order.
+_CLEAR = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Of a predicted order with the measured one.
+
+    Attributes:
+        tau: Kendall's tau-b: 1 if all pairs agree, -1 if none does; ties of the prediction count for neither. NaN if
+            nothing was predicted to differ.
+        clear: pairs predicted to differ by more than 5 %.
+        inverted: those of them that are measured the other way round, predicted to be faster first.
+    """
+
+    tau: float
+    clear: int
+    inverted: tuple[tuple[str, str], ...]
+
+
+def agreement(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Agreement:
+    """Compare the order of the same names by two numbers."""
+    signs = []
+    clear, inverted = 0, []
+    for a, b in combinations(predicted, 2):
+        if predicted[a] > predicted[b]:
+            a, b = b, a
+        signs.append((_sign(predicted[b] - predicted[a]), _sign(measured[b] - measured[a])))
+        if predicted[b] > _CLEAR * predicted[a]:
+            clear += 1
+            if measured[b] < measured[a]:
+                inverted.append((a, b))
+    # Sums over pairs, ties of each side left out of its own factor.
+    norm = math.sqrt(sum(x * x for x, _ in signs) * sum(y * y for _, y in signs))
+    tau = sum(x * y for x, y in signs) / norm if norm else math.nan
+    return Agreement(tau, clear, tuple(inverted))
+
+
+def _sign(x: float) -> int:
+    return (x > 0) - (x < 0)
+
+
+def emulated_hardware(machines: Machines, sizes: Sizes, rate_mbit: float) -> SequenceHardware:
+    """The emulated machines for the planner: links of a known rate, two-sided; compute as measured apart.
+
+    XLA on CPU runs collectives and compute in turn, so ring steps do not hide; the model still hides Torus' pulls.
+    """
+    devices = machines.topology.devices_per_machine
+    flops_per_s = sizes.attention_flops / machines.topology.num_devices / machines.compute_s
+    across = rate_mbit * 1e6 / 8
+    return SequenceHardware(
+        flops_per_s=flops_per_s,
+        linear=1.0,
+        attention=1.0,
+        attention_half_dim=0.0,
+        processors=1,
+        communication_processors=0,
+        memory_bytes_per_s=_MEMORY_BYTES_PER_S,
+        inside=Link(_MEMORY_BYTES_PER_S, 1, 1.0, 1.0, 1.0, _CALL_S, _CALL_S, 0.0),
+        across=Link(across, devices, 1.0, 1.0, 1.0, _CALL_S, _CALL_S, 0.0),
+        tile_rows=1,
+        one_sided=False,
+        ring_overlaps=False,
+        element_bytes=4,
+    )
+
+
+def modelled_seconds(variant: Variant, machines: Machines, sizes: Sizes, rate_mbit: float) -> float:
+    """Of the attention of a layer and its transfers, forward: what is between the layer's linear parts."""
+    shape = SequenceShape(sizes.num_heads, sizes.head_dim, sizes.seq_len, sizes.batch)
+    events = layer_timeline(
+        machines.topology,
+        shape,
+        variant.mesh,
+        emulated_hardware(machines, sizes, rate_mbit),
+        head_groups=None if variant.is_torus else 1,
+    )
+    return events[-1].start_s - events[0].stop_s
+
+
+def transfer_seconds(num_bytes: float, rate_mbit: float) -> float:
+    """Bytes of a machine over the rate of its link."""
+    return num_bytes * 8 / (rate_mbit * 1e6)
+
+
+def spread(samples: Sequence[float]) -> float:
+    """Largest over least."""
+    return max(samples) / min(samples)
