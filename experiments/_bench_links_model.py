@@ -1,7 +1,7 @@
 """What bytes and the planner's model say of the programs of `bench_links`, and whether measured times rank alike."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -95,8 +95,3 @@ def modelled_seconds(variant: Variant, machines: Machines, sizes: Sizes, rate_mb
 def transfer_seconds(num_bytes: float, rate_mbit: float) -> float:
     """Bytes of a machine over the rate of its link."""
     return num_bytes * 8 / (rate_mbit * 1e6)
-
-
-def spread(samples: Sequence[float]) -> float:
-    """Largest over least."""
-    return max(samples) / min(samples)

@@ -29,7 +29,8 @@ _BRIDGE = "bridge0"
 _SUBNET = "10.213.77"
 # A burst of two segments of TCP, and a queue for 16 windows.
 _BURST, _LIMIT = "128kb", "64mb"
-_CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
+# Of TCP: Reno's window grows until all is under way, and stays while a program computes.
+_TCP = "cd /proc/sys/net/ipv4 && echo reno > tcp_congestion_control && echo 0 > tcp_slow_start_after_idle"
 _TOOLS = ("ip", "tc")
 # `ip netns exec` puts a namespace's own files in the place of those in /etc.
 _ETC = Path("/etc/netns")
@@ -74,7 +75,7 @@ def build_commands(num_machines: int) -> list[Command]:
             ["ip", "-n", name, "addr", "add", f"{machine_address(machine)}/24", "dev", UPLINK],
             ["ip", "-n", name, "link", "set", "dev", UPLINK, "up"],
             ["ip", "-n", name, "link", "set", "dev", "lo", "up"],
-            inside(name, ["sh", "-c", f"echo reno > {_CONGESTION}"]),
+            inside(name, ["sh", "-c", _TCP]),
         ]
     return commands
 
