@@ -69,16 +69,26 @@ class Machines:
     programs: tuple[Measured, ...]
 
 
-def measure(topology: Topology, sizes: Sizes, rates_mbit: Sequence[float], rounds: int) -> Machines:
+def measure(
+    topology: Topology, sizes: Sizes, rates_mbit: Sequence[float], rounds: int, *, shared: bool
+) -> Machines:
     """Emulate the machines, check that all variants agree with attention on one device, and time them.
 
     In each round every variant runs at every rate and without a limit; odd rounds go through the variants backwards.
+
+    Args:
+        topology: machines and processes of each.
+        sizes: of the attention.
+        rates_mbit: of a link in each direction.
+        rounds: measurements of each program.
+        shared: whether the two directions of a link have one limit, of twice the rate.
 
     Raises:
         RuntimeError: if a process fails or a variant is wrong.
         UserError: if machines cannot be emulated.
     """
-    with Network(topology.num_machines) as network, _processes(topology, sizes) as workers:
+    network = Network(topology.num_machines, shared=shared)
+    with network, _processes(topology, sizes) as workers:
         _LOG.info("%s machines x %s: compiling ...", topology.num_machines, topology.devices_per_machine)
         workers.answers()
         checked = workers.ask({"do": "check"})

@@ -3,9 +3,14 @@
     machine 0 [up]---[m0] switch [m1]---[up] machine 1
                           [m2]---[up] machine 2 ...
 
-The switch has a namespace too, so that nothing of the host's network changes. Each end of a link sends no faster than
-the rate (`tc tbf`), so a machine's sending and its receiving are limited apart. Queues hold all that senders have under
-way, and TCP is plain Reno: nothing is dropped, so time is bytes over rate.
+The switch has a namespace too, so that nothing of the host's network changes. Links are limited by `tc tbf`. Queues
+hold all that senders have under way, and TCP is plain Reno: nothing is dropped, so time is bytes over rate.
+
+A rate is that of each direction. Two processes that exchange data by gloo take turns, whichever asked first, since its
+request to send travels behind the other's data. Over links with a limit for each direction an exchange therefore takes
+up to twice as long as its bytes do, and a ring, whose peers differ, does not. So by default both directions of a
+machine's link have one budget, of twice the rate: taking turns costs nothing, and whoever sends and receives alike has
+what two directions would give. For that what comes and what goes passes through one more device (ifb) of the machine.
 """
 
 import contextlib
@@ -24,11 +29,11 @@ from experiments._program import UserError
 PREFIX = "jaxdit-links"
 SWITCH = f"{PREFIX}-switch"
 UPLINK = "up"
-_BRIDGE = "bridge0"
+_BRIDGE, _SHARED = "bridge0", "both"
 # Known inside the namespaces only.
 _SUBNET = "10.213.77"
 # A burst of two segments of TCP, and a queue for 16 windows.
-_BURST, _LIMIT = "128kb", "64mb"
+_BURST, _LIMIT, _PACKETS = "128kb", "64mb", "100000"
 # Of TCP: Reno's window grows until all is under way, and stays while a program computes.
 _TCP = "cd /proc/sys/net/ipv4 && echo reno > tcp_congestion_control && echo 0 > tcp_slow_start_after_idle"
 _TOOLS = ("ip", "tc")
@@ -58,8 +63,13 @@ def inside(name: str, command: Sequence[str]) -> Command:
     return ["ip", "netns", "exec", name, *command]
 
 
-def build_commands(num_machines: int) -> list[Command]:
-    """Commands that make the switch, the machines and their links, without limits."""
+def build_commands(num_machines: int, *, shared: bool) -> list[Command]:
+    """Commands that make the switch, the machines and their links, without limits.
+
+    Args:
+        num_machines: how many.
+        shared: whether both directions of a link shall have one limit.
+    """
     commands = [
         ["ip", "netns", "add", SWITCH],
         ["ip", "-n", SWITCH, "link", "add", "name", _BRIDGE, "type", "bridge"],
@@ -76,21 +86,37 @@ def build_commands(num_machines: int) -> list[Command]:
             ["ip", "-n", name, "link", "set", "dev", UPLINK, "up"],
             ["ip", "-n", name, "link", "set", "dev", "lo", "up"],
             inside(name, ["sh", "-c", _TCP]),
+            *(_share_commands(name) if shared else []),
         ]
     return commands
 
 
-def limit_commands(num_machines: int, rate_mbit: float | None) -> list[Command]:
-    """Commands that limit both ends of each link; None lifts the limits."""
-    queue = ["noqueue"]
+def _share_commands(name: str) -> list[Command]:
+    """All packets of the uplink, both ways, pass through one device."""
+    redirect = ["protocol", "all", "u32", "match", "u32", "0", "0"]
+    redirect += ["action", "mirred", "egress", "redirect", "dev", _SHARED]
+    return [
+        ["ip", "-n", name, "link", "add", "name", _SHARED, "type", "ifb"],
+        ["ip", "-n", name, "link", "set", "dev", _SHARED, "up"],
+        ["tc", "-n", name, "qdisc", "add", "dev", UPLINK, "clsact"],
+        *(
+            ["tc", "-n", name, "filter", "add", "dev", UPLINK, way, *redirect]
+            for way in ("egress", "ingress")
+        ),
+    ]
+
+
+def limit_commands(num_machines: int, rate_mbit: float | None, *, shared: bool) -> list[Command]:
+    """Commands that limit each link, either way to the rate or both together to twice as much; None lifts limits."""
+    queue = ["pfifo", "limit", _PACKETS]
     if rate_mbit is not None:
-        queue = ["tbf", "rate", f"{rate_mbit:g}mbit", "burst", _BURST, "limit", _LIMIT]
-    ends = [(name, port) for m in range(num_machines) for name, port in _ends(m)]
-    return [["tc", "-n", name, "qdisc", "replace", "dev", port, "root", *queue] for name, port in ends]
-
-
-def _ends(machine: int) -> list[tuple[str, str]]:
-    return [(machine_name(machine), UPLINK), (SWITCH, f"m{machine}")]
+        rate = f"{2 * rate_mbit if shared else rate_mbit:g}mbit"
+        queue = ["tbf", "rate", rate, "burst", _BURST, "limit", _LIMIT]
+    ends = []
+    for machine in range(num_machines):
+        name = machine_name(machine)
+        ends += [(name, _SHARED)] if shared else [(name, UPLINK), (SWITCH, f"m{machine}")]
+    return [["tc", "-n", name, "qdisc", "replace", "dev", device, "root", *queue] for name, device in ends]
 
 
 def check_privileges() -> None:
@@ -116,13 +142,14 @@ class Network:
 
     Args:
         num_machines: how many.
+        shared: whether both directions of a link have one limit.
 
     Raises:
         UserError: on entering, if another one exists, or the system refuses.
     """
 
-    def __init__(self, num_machines: int) -> None:
-        self.num_machines = num_machines
+    def __init__(self, num_machines: int, *, shared: bool) -> None:
+        self.num_machines, self.shared = num_machines, shared
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Network":
@@ -131,7 +158,7 @@ class Network:
             remove_network()
             stack.callback(remove_network)
             self._write_hosts()
-            for command in build_commands(self.num_machines):
+            for command in build_commands(self.num_machines, shared=self.shared):
                 run(command)
             self._stack = stack.pop_all()
         return self
@@ -141,7 +168,7 @@ class Network:
 
     def limit(self, rate_mbit: float | None) -> None:
         """Limit all links; None lifts the limits."""
-        for command in limit_commands(self.num_machines, rate_mbit):
+        for command in limit_commands(self.num_machines, rate_mbit, shared=self.shared):
             run(command)
 
     def _write_hosts(self) -> None:
@@ -161,7 +188,8 @@ def run(command: Command) -> str:
     if done.returncode:
         raise UserError(
             f"bench_links: `{' '.join(command)}` failed: {done.stderr.strip() or done.returncode}. It needs the"
-            " capabilities NET_ADMIN and SYS_ADMIN, which root in a container may lack."
+            " capabilities NET_ADMIN and SYS_ADMIN, which root in a container may lack, and of the kernel veth, bridge,"
+            " tbf, and ifb, u32 and mirred (not those with --separate)."
         )
     return done.stdout
 

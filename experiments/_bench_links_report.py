@@ -49,11 +49,11 @@ class _Gain:
     with_compute: float
 
 
-def links_section(measured: Sequence[Machines], sizes: Sizes) -> Section:
+def links_section(measured: Sequence[Machines], sizes: Sizes, *, shared: bool) -> Section:
     """The report of all that was measured."""
     rankings = [ranking for machines in measured for ranking in _rankings(machines, sizes)]
     gains = [gain for machines in measured for gain in _gains(machines)]
-    parts = [_introduction(measured, sizes)]
+    parts = [_introduction(measured, sizes, shared=shared)]
     for machines in measured:
         for direction in DIRECTIONS:
             parts += [f"### {_name(machines)}, {direction}", _times_table(machines, sizes, direction)]
@@ -63,6 +63,7 @@ def links_section(measured: Sequence[Machines], sizes: Sizes) -> Section:
         parts += ["### Topology-aware placement against USP", _gain_table(gains), _verdict(measured, gains)]
     figures = {
         "sizes": dataclasses.asdict(sizes),
+        "shared": shared,
         "machines": [_figures(machines, sizes) for machines in measured],
         "rankings": [dataclasses.asdict(ranking) for ranking in rankings],
         "topology_aware_over_usp": [dataclasses.asdict(gain) for gain in gains],
@@ -128,9 +129,16 @@ def _gains(machines: Machines) -> list[_Gain]:
     return found
 
 
-def _introduction(measured: Sequence[Machines], sizes: Sizes) -> str:
-    text = f"""Machines are network namespaces of this computer, whose links are limited both ways by `tc tbf`; on each
-    run one or two JAX processes (gloo), a device each. {sizes.batch} sequences of {sizes.seq_len} tokens,
+def _introduction(measured: Sequence[Machines], sizes: Sizes, *, shared: bool) -> str:
+    limit = (
+        """each direction has the rate, as a budget of twice as much for both together: two processes that exchange data
+        by gloo take turns, which then costs nothing"""
+        if shared
+        else """each direction has the rate for itself: two processes that exchange data by gloo take turns, so that
+        exchanges may need up to twice the time of their bytes, and rings of three machines and more do not"""
+    )
+    text = f"""Machines are network namespaces of this computer, whose links are limited by `tc tbf`; {limit}. On
+    each machine run one or two JAX processes of a device. {sizes.batch} sequences of {sizes.seq_len} tokens,
     {sizes.num_heads} heads of {sizes.head_dim}, float32: {sizes.tensor_bytes / 1e6:.1f} MB a tensor. Before anything is
     timed every program's output and gradients are compared with attention on one device: at most
     {max(one.error for m in measured for one in m.programs):.1g} of an array's largest number apart. Seconds are the
@@ -220,9 +228,9 @@ def _verdict(measured: Sequence[Machines], gains: Sequence[_Gain]) -> str:
     off_bytes = max(abs(one.transfers / one.by_bytes - 1) for one in ours)
     ratios = f"{min(one.measured for one in ours):.2f} to {max(one.measured for one in ours):.2f}"
     return paragraph(
-        f"""On {most}, topology-aware placement is faster than USP in {wins} of {len(ours)} rows: USP takes {ratios} times
-        as long. That is within {off:.0%} of what bytes over rate and the time without a limit add up to; the ratio of
-        what the limits add is within {off_bytes:.0%} of that of bytes."""
+        f"""On {most}, topology-aware placement is faster than USP in {wins} of {len(ours)} rows: USP takes {ratios}
+        times as long. That is within {off:.0%} of what bytes over rate and the time without a limit add up to; the
+        ratio of what the limits add is within {off_bytes:.0%} of that of bytes."""
     )
 
 

@@ -31,6 +31,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rates", help=f"of each link and direction in Mbit/s (default: {RATES})")
     parser.add_argument("--rounds", type=int, help=f"measurements of each program (default: {ROUNDS})")
     parser.add_argument(
+        "--separate",
+        action="store_true",
+        help="a limit for each direction of a link, instead of twice the rate for both together",
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="tiny sizes, to see that it works; writes no document"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
@@ -61,8 +66,8 @@ def main(argv: Sequence[str]) -> int:
 
     conditions = Conditions.now()  # before the load is our own
     sizes = Sizes(batch=2, seq_len=64, head_dim=32) if args.quick else Sizes()
-    measured = [measure(Topology(*shape), sizes, rates, rounds) for shape in shapes]
-    section = links_section(measured, sizes)
+    measured = [measure(Topology(*shape), sizes, rates, rounds, shared=not args.separate) for shape in shapes]
+    section = links_section(measured, sizes, shared=not args.separate)
     command = " ".join(["python -m experiments.bench_links", *argv])
     where = f"up to {max(machines * each for machines, each in shapes)} processes of a device each"
     text = f"## {section.title}\n\n{section.body}\n\n{conditions.line(command, where)}"

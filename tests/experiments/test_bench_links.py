@@ -73,7 +73,7 @@ def test_program_says_what_is_missing(monkeypatch):
 
 
 def test_commands_of_two_machines():
-    lines = [" ".join(command) for command in network.build_commands(2)]
+    lines = [" ".join(command) for command in network.build_commands(2, shared=False)]
     assert lines[0] == "ip netns add jaxdit-links-switch"
     assert (
         "ip link add name m1 netns jaxdit-links-switch type veth peer name up netns jaxdit-links-1" in lines
@@ -86,7 +86,7 @@ def test_commands_of_two_machines():
 
 
 def test_both_ends_of_each_link_are_limited():
-    lines = [" ".join(command) for command in network.limit_commands(2, 62.5)]
+    lines = [" ".join(command) for command in network.limit_commands(2, 62.5, shared=False)]
     limit = "root tbf rate 62.5mbit burst 128kb limit 64mb"
     assert lines == [
         f"tc -n jaxdit-links-0 qdisc replace dev up {limit}",
@@ -94,7 +94,18 @@ def test_both_ends_of_each_link_are_limited():
         f"tc -n jaxdit-links-1 qdisc replace dev up {limit}",
         f"tc -n jaxdit-links-switch qdisc replace dev m1 {limit}",
     ]
-    assert all(command[-2:] == ["root", "noqueue"] for command in network.limit_commands(2, None))
+    lifted = [command[-4:] for command in network.limit_commands(2, None, shared=False)]
+    assert lifted == [["root", "pfifo", "limit", "100000"]] * 4
+
+
+def test_both_directions_of_a_link_share_twice_the_rate():
+    (command,) = network.limit_commands(1, 62.5, shared=True)
+    assert " ".join(command).startswith("tc -n jaxdit-links-0 qdisc replace dev both root tbf rate 125mbit")
+    lines = [" ".join(command) for command in network.build_commands(2, shared=True)]
+    assert "ip -n jaxdit-links-1 link add name both type ifb" in lines
+    for way in ("egress", "ingress"):
+        assert any(line.startswith(f"tc -n jaxdit-links-1 filter add dev up {way} ") for line in lines)
+    assert all("jaxdit-links" in line for line in lines)
 
 
 def test_a_process_runs_on_its_machine_and_names_the_first():
@@ -240,7 +251,7 @@ def test_model_is_of_the_emulated_links():
 
 
 def test_report_of_links_that_are_as_fast_as_they_say():
-    section = links_section([made_up(Topology(2, 1)), made_up(Topology(4, 2))], SIZES)
+    section = links_section([made_up(Topology(2, 1)), made_up(Topology(4, 2))], SIZES, shared=True)
     assert section.name == "links"
     gains = section.figures["topology_aware_over_usp"]
     assert [gain["by_bytes"] for gain in gains] == pytest.approx([2] * 2 + [5 * 2 / 3] * 2)
@@ -257,7 +268,7 @@ def test_report_of_links_that_are_as_fast_as_they_say():
 
 
 def test_report_names_what_is_the_other_way_round():
-    section = links_section([made_up(Topology(4, 2), slower=5.0)], SIZES)
+    section = links_section([made_up(Topology(4, 2), slower=5.0)], SIZES, shared=True)
     assert "topology-aware placement is faster than USP in 0 of 4 rows" in " ".join(section.body.split())
     first = section.figures["rankings"][0]["by_bytes"]
     assert ("topology_aware", "usp") in first["inverted"]
@@ -266,7 +277,7 @@ def test_report_names_what_is_the_other_way_round():
 
 
 def test_machines_without_placement_make_no_verdict():
-    section = links_section([made_up(Topology(2, 1))], SIZES)
+    section = links_section([made_up(Topology(2, 1))], SIZES, shared=True)
     assert section.figures["topology_aware_over_usp"] == []
     assert "against USP" not in section.body
 
