@@ -57,7 +57,7 @@ def _sign(x: float) -> int:
 def emulated_hardware(machines: Machines, sizes: Sizes, rate_mbit: float) -> SequenceHardware:
     """The emulated machines for the planner: links of a known rate, two-sided; compute as measured apart.
 
-    XLA on CPU runs collectives and compute in turn, so ring steps do not hide; the model still hides Torus' pulls.
+    XLA on CPU runs collectives and compute in turn, so ring steps do not hide; the planner still hides Torus' pulls.
     """
     devices = machines.topology.devices_per_machine
     flops_per_s = sizes.attention_flops / machines.topology.num_devices / machines.compute_s
@@ -79,8 +79,18 @@ def emulated_hardware(machines: Machines, sizes: Sizes, rate_mbit: float) -> Seq
     )
 
 
-def modelled_seconds(variant: Variant, machines: Machines, sizes: Sizes, rate_mbit: float) -> float:
-    """Of the attention of a layer and its transfers, forward: what is between the layer's linear parts."""
+def modelled_seconds(
+    variant: Variant, machines: Machines, sizes: Sizes, rate_mbit: float, *, in_turn: bool = False
+) -> float:
+    """Of the attention of a layer and its transfers, forward: what is between the layer's linear parts.
+
+    Args:
+        variant: the algorithm.
+        machines: where, with the time of their compute.
+        sizes: of the attention.
+        rate_mbit: of a link.
+        in_turn: everything that the planner lists, one after another: nothing is hidden, as on CPU.
+    """
     shape = SequenceShape(sizes.num_heads, sizes.head_dim, sizes.seq_len, sizes.batch)
     events = layer_timeline(
         machines.topology,
@@ -89,6 +99,8 @@ def modelled_seconds(variant: Variant, machines: Machines, sizes: Sizes, rate_mb
         emulated_hardware(machines, sizes, rate_mbit),
         head_groups=None if variant.is_torus else 1,
     )
+    if in_turn:
+        return sum(event.stop_s - event.start_s for event in events[1:-1])
     return events[-1].start_s - events[0].stop_s
 
 

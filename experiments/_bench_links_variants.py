@@ -34,7 +34,7 @@ DIRECTIONS = ("forward", "forward + backward")
 class Sizes:
     """Of the whole sequences, float32. Short and many, so that there is more to send than to compute."""
 
-    batch: int = 8
+    batch: int = 4
     seq_len: int = 256
     num_heads: int = 8
     head_dim: int = 128

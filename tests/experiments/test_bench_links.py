@@ -250,6 +250,18 @@ def test_model_is_of_the_emulated_links():
         assert modelled == pytest.approx(0.05 + transfers, rel=0.05)
 
 
+def test_torus_hides_its_pulls_in_the_planner_only():
+    topology = Topology(4, 2)
+    machines, torus = made_up(topology), named(Topology(4, 2), "torus")
+    transfers = across_bytes(torus, topology, SIZES.tensor_bytes, backward=False) / 10e6
+    in_turn = modelled_seconds(torus, machines, SIZES, 80, in_turn=True)
+    assert in_turn == pytest.approx(0.05 + transfers, rel=0.1)
+    assert modelled_seconds(torus, machines, SIZES, 80) < in_turn - 0.02
+    usp = named(topology, "usp")
+    planned, in_turn = (modelled_seconds(usp, machines, SIZES, 80, in_turn=x) for x in (False, True))
+    assert planned == pytest.approx(in_turn)
+
+
 def test_report_of_links_that_are_as_fast_as_they_say():
     section = links_section([made_up(Topology(2, 1)), made_up(Topology(4, 2))], SIZES, shared=True)
     assert section.name == "links"
@@ -260,7 +272,8 @@ def test_report_of_links_that_are_as_fast_as_they_say():
         assert gain["transfers"] == pytest.approx(gain["by_bytes"])
     for ranking in section.figures["rankings"]:
         assert ranking["by_bytes"]["inverted"] == ()
-        assert (ranking["by_model"] is None) == (ranking["direction"] != DIRECTIONS[0])
+        forward = ranking["direction"] == DIRECTIONS[0]
+        assert (ranking["by_planner"] is not None) == (ranking["in_turn"] is not None) == forward
     assert "topology-aware placement is faster than USP in 4 of 4 rows" in " ".join(section.body.split())
     assert "### 2 machines x 1, forward + backward" in section.body
     assert "| usp | 12.58 | 12.58 | 12.58 | 0.10 (0.09) |" in section.body
