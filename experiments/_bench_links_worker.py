@@ -51,7 +51,6 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_share_binary_between_hosts", True)
     jax.distributed.initialize(
         args.coordinator, topology.num_devices, args.process, initialization_timeout=_PATIENCE_S
     )
