@@ -13,7 +13,8 @@ from parallel._sequence_inputs import (
     SegmentIds,
     check_inputs,
 )
-from parallel._torus_schedule import Ids, Outputs, Rows, Torus, attend_torus
+from parallel._torus_parts import Ids, Outputs, Rows, Torus
+from parallel._torus_schedule import attend_torus
 
 
 def ring_attention(

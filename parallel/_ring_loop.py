@@ -145,7 +145,7 @@ def ring_backward(ring: Ring, queries: Queries, attended: Attended, keys: Keys) 
 
     def step(carry, number):
         others, moving = carry
-        ahead, arrived = _passed_on(ring, moving, others.dkv)
+        ahead, (arrived,) = _passed_on(ring, moving, others.dkv)
         here = ring.gradients(queries, attended, _at_step(ring, moving, number))
         return (Gradients(others.dq + here.dq, arrived + here.dkv), ahead), None
 
@@ -160,15 +160,15 @@ def ring_backward(ring: Ring, queries: Queries, attended: Attended, keys: Keys) 
     return Gradients(others.dq + dq, home + (own.dkv + rest.dkv))
 
 
-def _passed_on(ring: Ring, keys: Keys, dkv: Array | None = None) -> tuple[Keys, Array | None]:
-    """The previous device's keys, and the gradients of the keys of the step before.
+def _passed_on(ring: Ring, keys: Keys, *gradients: Array) -> tuple[Keys, list[Array]]:
+    """The previous device's keys, and its gradients of the keys of the step before.
 
     In one permute: a device that may have only one transfer in flight hides that one, and waits for others. Positions
     stay: they are known from the step.
     """
-    arrays, structure = jax.tree.flatten((keys.kv, keys.ids, dkv))
-    kv, ids, dkv = jax.tree.unflatten(structure, _permuted(ring, arrays))
-    return Keys(kv, ids, keys.positions), dkv
+    arrays, structure = jax.tree.flatten((keys.kv, keys.ids, gradients))
+    kv, ids, moved = jax.tree.unflatten(structure, _permuted(ring, arrays))
+    return Keys(kv, ids, keys.positions), list(moved)
 
 
 def _permuted(ring: Ring, arrays: list[Array]) -> list[Array]:

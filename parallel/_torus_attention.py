@@ -49,7 +49,7 @@ def torus_attention(
     Raises:
         TypeError, ValueError, NotImplementedError: as `ring_attention`.
 
-    Reference: shared/ALGORITHMS.md section 2, after SwiftFusion. Here as collectives of XLA, with a gradient.
+    Reference: SwiftFusion (arXiv 2601.20273). Here as collectives of XLA, with a gradient.
     """
     name = "torus_attention"
     axes = {"machine_axis": machine_axis, "ulysses_axis": ulysses_axis, "ring_axis": ring_axis}

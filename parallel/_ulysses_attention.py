@@ -20,7 +20,7 @@ from parallel._sequence_inputs import (
     SegmentIds,
     check_inputs,
 )
-from parallel._torus_schedule import Ids, Rows, Torus
+from parallel._torus_parts import Ids, Rows, Torus
 
 
 def ulysses_attention(

@@ -182,6 +182,14 @@ with Checkpoints(sys.argv[1], keep=2) as checkpoints:
 """
 
 
+def wait_for_a_save(folder, start):
+    """Until a step after `start` is committed, however busy the machine is."""
+    deadline = time.monotonic() + 60
+    while not any(path.name.isdigit() and int(path.name) > start for path in folder.glob("*")):
+        assert time.monotonic() < deadline, "no step was saved within a minute"
+        time.sleep(0.01)
+
+
 def killed_rounds(workdir, num_rounds):
     """Starts the program above again and again, each time killed at a random moment while it saves."""
     rng = random.Random(0)
@@ -194,7 +202,8 @@ def killed_rounds(workdir, num_rounds):
             line = process.stdout.readline().split()
             assert line[:1] == ["ready"], "the program did not come up from what the kill left"
             reached.append(int(line[1]))
-            time.sleep(0.1 + 0.2 * rng.random())
+            wait_for_a_save(workdir / "checkpoints", reached[-1])
+            time.sleep(0.3 * rng.random())
             process.kill()
     return reached
 

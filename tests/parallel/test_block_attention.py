@@ -2,11 +2,13 @@
 
 import itertools
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from parallel import KernelTiles, PallasKernel, Tiles
 from parallel._block_attention import (
@@ -226,6 +228,31 @@ def test_the_default_is_chosen_by_platform():
     assert "triton" in lowered(BlockMask(ids, ids), dim=64)
     assert "triton" not in lowered(BlockMask(ids, ids), dim=8)
     assert "triton" not in lowered(BlockMask(None, None, places, places), dim=64)
+
+
+def test_cudnn_takes_the_statistics_of_the_whole_softmax(monkeypatch):
+    """Lowered without the library: the program says what its kernels get. None of it runs here."""
+    monkeypatch.setattr(fused, "cuda_versions", SimpleNamespace(cudnn_get_version=lambda: 91000))
+    monkeypatch.setattr(fused, "check_compute_capability", lambda _: True)
+    monkeypatch.setattr(fused, "is_cuda_compute_capability_equal", lambda _: False)
+    q, k, v, d_out = draw(16, 24, dim=64, dtype=jnp.bfloat16)
+    lse = jnp.ones(q.shape[:3])
+    default = PlatformBlockAttention()
+
+    def run(q, k, v, out, lse, d_out):
+        forward = default.forward(q, k, v, BlockMask(), 0.1)
+        return forward, default.backward(q, k, v, out, lse, d_out, BlockMask(), 0.1)
+
+    traced = jax.jit(run).trace(q, k, v, q, lse, d_out)
+    assert traced.lower(lowering_platforms=("cpu",)).as_text().count("fmha") == 0
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__cudnn$fmhaSoftmax(") == 1
+    # q, k, v, lse, d_out, out: two arrays of bfloat16 in heads, lse in float32 and (b, h, l).
+    (line,) = [line for line in text.splitlines() if "__cudnn$fmhaSoftmaxBackward(" in line]
+    operands = line.split(" : (")[-1].split(") -> ")[0]
+    assert operands.count("tensor<2x16x4x64xbf16>") == 3
+    assert operands.count("tensor<2x24x2x64xbf16>") == 2
+    assert operands.count("tensor<2x4x16xf32>") == 1
 
 
 def test_refusals():

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel import RING_AXES, ULYSSES_AXES, Placement, sequence_mesh, torus_attention
+from parallel._torus_backward import backward_steps
 from tests.parallel.sequence_cases import (
     Case,
     check,
@@ -28,14 +29,22 @@ ALL = Case(segments=3, causal=True, text=5, kv_heads=2)
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 1, 1), (2, 1, 1), (2, 4, 1), (4, 2, 1), (2, 2, 2), (3, 1, 1), (1, 2, 2)]
+    "shape",
+    [
+        (4, 2, 1),
+        (3, 1, 1),
+        *(
+            pytest.param(shape, marks=pytest.mark.full)
+            for shape in [(1, 1, 1), (2, 1, 1), (2, 4, 1), (2, 2, 2), (1, 2, 2)]
+        ),
+    ],
 )
 def test_meshes(shape):
     """(machines, ulysses, ring); on 8 devices of Ulysses half of the heads are zeros."""
     check(TORUS, mesh_of(m=shape[0], u=shape[1], r=shape[2]), ORDER, Case(text=2))
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize("shape", [(2, 2, 1), pytest.param((2, 1, 2), marks=pytest.mark.full)])
 def test_packed_causal_with_text_and_grouped_heads(shape):
     check(TORUS, mesh_of(m=shape[0], u=shape[1], r=shape[2]), ORDER, ALL)
 
@@ -73,6 +82,7 @@ def test_any_shape(data):
     check(TORUS, mesh_of(m=shape[0], u=shape[1], r=shape[2]), ORDER, case, tolerance=3e-5)
 
 
+@pytest.mark.full
 def test_more_keys_than_queries():
     check(TORUS, mesh_of(m=2, u=2, r=1), ORDER, Case(q_loc=2, k_loc=5, segments=2, text=1))
 
@@ -82,6 +92,7 @@ def test_heads_that_do_not_divide():
     check(TORUS, mesh_of(m=4, u=2, r=1), ORDER, Case(q_loc=1, k_loc=1, heads=30, kv_heads=30, dim=2, batch=1))
 
 
+@pytest.mark.full
 def test_axes_of_the_mesh_builder():
     mesh = sequence_mesh(
         ulysses_degree=4, ring_degree=2, placement=Placement.ULYSSES_ACROSS, devices_per_machine=4
@@ -92,6 +103,7 @@ def test_axes_of_the_mesh_builder():
     check(attention, mesh, (ULYSSES_AXES[0], *RING_AXES, ULYSSES_AXES[1]), Case(causal=True))
 
 
+@pytest.mark.full
 def test_a_poisoned_segment_changes_no_other():
     check_poison(TORUS, mesh_of(m=2, u=1, r=2), ORDER, Case(segments=3, text=4))
 
@@ -100,12 +112,36 @@ def test_replicated_keys():
     check_replicated_keys(TORUS, mesh_of(m=2, u=2, r=1), ORDER)
 
 
+@pytest.mark.full
 def test_bfloat16_errors_are_those_of_one_device():
     alone = Case(q_loc=64, k_loc=64, batch=1, dim=8, dtype=jnp.bfloat16)
     case = Case(q_loc=8, k_loc=8, batch=1, dim=8, dtype=jnp.bfloat16)
     one = errors(TORUS, mesh_of(m=1, u=1, r=1), ORDER, alone)
     for error, base in zip(errors(TORUS, mesh_of(m=2, u=2, r=2), ORDER, case), one, strict=True):
         assert error <= 2 * base
+
+
+@pytest.mark.parametrize("machines", range(1, 9))
+def test_gradients_leave_when_they_are_complete_and_beside_something(machines):
+    """Every pair once, every part moved once; nothing is used before it is here, or leaves before it is summed."""
+    steps = backward_steps(machines)
+    done: set[tuple[int, int]] = set()
+    here, pushed = {0}, []
+    for step in steps:
+        if step.push_q:
+            assert {(step.push_q, j) for j in range(machines)} <= done
+        if step.push_kv:
+            assert {(k, step.push_kv) for k in range(machines)} <= done
+        assert (step.pull > 0) + (step.push_q > 0) + (step.push_kv > 0) <= 1
+        pushed += [("q", step.push_q)] * (step.push_q > 0) + [("kv", step.push_kv)] * (step.push_kv > 0)
+        assert step.pairs, "it hides the transfer"
+        assert {k for k, _ in step.pairs} <= here
+        assert not done & set(step.pairs)
+        done |= set(step.pairs)
+        here |= {step.pull}
+    assert done == {(k, j) for k in range(machines) for j in range(machines)}
+    assert here == set(range(machines))
+    assert sorted(pushed) == sorted((x, k) for x in ("q", "kv") for k in range(1, machines))
 
 
 def _tensor_bytes(text):

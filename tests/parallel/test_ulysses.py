@@ -52,7 +52,7 @@ def test_any_number_of_heads(size, heads, kv_heads):
 
 
 def test_every_device_computes_as_few_heads_as_can_be_and_reads_the_right_keys():
-    for heads in range(1, 61):
+    for heads in (*range(1, 13), 24, 30, 56, 60):
         for kv_heads in (n for n in range(1, heads + 1) if heads % n == 0):
             for degree in (1, 2, 3, 4, 8, 16):
                 split = HeadSplit(heads, kv_heads, degree)

@@ -45,6 +45,7 @@ def test_every_combination(ring, ulysses, segments, causal, text):
     check(USP, mesh_of(r=ring, u=ulysses), ORDER, case)
 
 
+@pytest.mark.full
 def test_any_order_of_the_sequence_without_a_causal_mask():
     check(USP, mesh_of(r=2, u=2), ("u", "r"), Case(segments=2, text=3))
 

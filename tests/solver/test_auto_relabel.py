@@ -1,16 +1,30 @@
 """Devices exchanged within machines where exchanges are padded: same balance, fewer rows in the busiest pairs."""
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 
-from solver import BalanceProblem, Links, StepLayout, Topology, balance, step_needs, validate_plan
+from solver import (
+    BalancePlan,
+    BalanceProblem,
+    CostModel,
+    Links,
+    StepLayout,
+    Topology,
+    balance,
+    step_needs,
+    validate_plan,
+)
 from solver._auto_relabel import relabel
 from solver._padded_rows import padded_rows, rows_between
 from tests.oracles import COST, random_plan, random_step
 
 PADDED = Links(flops_per_s=1e9, inside_bytes_per_s=1e9, across_bytes_per_s=1e9, padded=True)
+
+# Virtual devices on two cores.
+CPU = Links(flops_per_s=100e9, inside_bytes_per_s=10e9, across_bytes_per_s=10e9, element_bytes=4, padded=True)
 
 
 def problem_of(plan):
@@ -83,3 +97,20 @@ def test_traffic_is_the_padded_rows_where_exchanges_are_padded():
     # Equal bags of all devices pad nothing.
     even = balance([160] * 8, range(8), num_devices=8, bags="g8n1", num_heads=8, cost=COST)
     assert PADDED.step_seconds(even) == exact.step_seconds(even)
+
+
+def _divides_queries(plan: BalancePlan) -> bool:
+    sequence, _, _, start, stop, _ = plan.head_slices.T
+    return bool((stop - start < plan.lengths[sequence]).any())
+
+
+def test_queries_are_divided_under_padding_only_where_much_is_gained():
+    rng = np.random.default_rng(0)
+    lengths = np.concatenate([rng.integers(4, 40, 60), [300, 300, 280]])
+    home = np.arange(len(lengths)) * 8 // len(lengths)
+    args = {"num_devices": 8, "bags": "auto", "num_heads": 4, "cost": CostModel(128, 1.0)}
+    exact = dataclasses.replace(CPU, padded=False)
+    assert _divides_queries(balance(lengths, home, links=exact, **args))
+    assert not _divides_queries(balance(lengths, home, links=CPU, **args))
+    # With one sequence and two heads on eight devices there is little else to do.
+    assert _divides_queries(balance([4096], [0], links=CPU, **(args | {"num_heads": 2})))
