@@ -7,51 +7,76 @@ from itertools import combinations
 
 from experiments._bench_links_measure import Machines
 from experiments._bench_links_variants import Sizes, Variant
+from experiments._bench_report import Times
 from solver import Link, SequenceHardware, SequenceShape, layer_timeline
 
 # Between processes of this computer: loopback of a few processes at a time, and a gloo call's meeting.
 _MEMORY_BYTES_PER_S = 2e9
 _CALL_S = 1e-3
-# Predictions closer than this say nothing of the order.
-_CLEAR = 1.05
+# Predictions closer than this are equal.
+_EQUAL = 1.01
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """A pair that is measured the other way round than predicted, by more than the noise.
+
+    Attributes:
+        faster, slower: by prediction.
+        predicted, measured: the slower one's number over the faster one's, of predictions and of medians.
+    """
+
+    faster: str
+    slower: str
+    predicted: float
+    measured: float
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
     """Of a predicted order with the measured one.
 
+    Predictions within 1 % are equal; measured times are if their samples overlap, which is what noise means here.
+
     Attributes:
-        tau: Kendall's tau-b: 1 if all pairs agree, -1 if none does; ties of the prediction count for neither. NaN if
-            nothing was predicted to differ.
-        clear: pairs predicted to differ by more than 5 %.
-        inverted: those of them that are measured the other way round, predicted to be faster first.
+        tau: Kendall's tau-b: 1 if all pairs agree, -1 if none does; pairs that are equal on one side only count
+            against either. NaN if all are equal on a side.
+        ordered: pairs that neither side takes for equal.
+        disagreeing: those of them that are measured the other way round.
+        regret: the median of what is predicted to be fastest, over the least median.
     """
 
     tau: float
-    clear: int
-    inverted: tuple[tuple[str, str], ...]
+    ordered: int
+    disagreeing: tuple[Disagreement, ...]
+    regret: float
 
 
-def agreement(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Agreement:
-    """Compare the order of the same names by two numbers."""
-    signs = []
-    clear, inverted = 0, []
-    for a, b in combinations(predicted, 2):
-        if predicted[a] > predicted[b]:
-            a, b = b, a
-        signs.append((_sign(predicted[b] - predicted[a]), _sign(measured[b] - measured[a])))
-        if predicted[b] > _CLEAR * predicted[a]:
-            clear += 1
-            if measured[b] < measured[a]:
-                inverted.append((a, b))
-    # Sums over pairs, ties of each side left out of its own factor.
+def agreement(predicted: Mapping[str, float], measured: Mapping[str, Times]) -> Agreement:
+    """Compare the order of the same names by predictions and by measured times."""
+    signs, disagreeing = [], []
+    for pair in combinations(predicted, 2):
+        fast, slow = sorted(pair, key=predicted.__getitem__)
+        ratio = predicted[slow] / predicted[fast]
+        expected, found = int(ratio > _EQUAL), _order(measured[fast], measured[slow])
+        signs.append((expected, found))
+        if expected and found < 0:
+            medians = measured[slow].middle / measured[fast].middle
+            disagreeing.append(Disagreement(fast, slow, ratio, medians))
+    # Sums over pairs; each factor leaves out what is equal on its side.
     norm = math.sqrt(sum(x * x for x, _ in signs) * sum(y * y for _, y in signs))
-    tau = sum(x * y for x, y in signs) / norm if norm else math.nan
-    return Agreement(tau, clear, tuple(inverted))
+    first = min(predicted, key=predicted.__getitem__)
+    return Agreement(
+        tau=sum(x * y for x, y in signs) / norm if norm else math.nan,
+        ordered=sum(bool(x and y) for x, y in signs),
+        disagreeing=tuple(disagreeing),
+        regret=measured[first].middle / min(times.middle for times in measured.values()),
+    )
 
 
-def _sign(x: float) -> int:
-    return (x > 0) - (x < 0)
+def _order(a: Times, b: Times) -> int:
+    """1 if all samples of `a` are less than those of `b`, -1 if more, else 0."""
+    return (max(a.samples) < min(b.samples)) - (max(b.samples) < min(a.samples))
 
 
 def emulated_hardware(machines: Machines, sizes: Sizes, rate_mbit: float) -> SequenceHardware:

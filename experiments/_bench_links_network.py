@@ -20,6 +20,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -137,8 +138,8 @@ def check_privileges() -> None:
 class Network:
     """The emulated machines, while the context is entered. One at a time on a computer.
 
-    What an earlier one left behind, if it was killed, is removed first. On leaving everything is removed, and whatever
-    still runs in the namespaces is killed.
+    On leaving, and also when this process is killed, everything is removed, and whatever still runs in the namespaces
+    is killed, by a process apart. What survives even so, because that one was killed too, is removed on entering.
 
     Args:
         num_machines: how many.
@@ -154,9 +155,9 @@ class Network:
 
     def __enter__(self) -> "Network":
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_only_one())
+            lock = stack.enter_context(_only_one())
             remove_network()
-            stack.callback(remove_network)
+            stack.enter_context(_removed_afterwards(lock))
             self._write_hosts()
             for command in build_commands(self.num_machines, shared=self.shared):
                 run(command)
@@ -196,7 +197,7 @@ def run(command: Command) -> str:
 
 def remove_network() -> None:
     """Remove all that bears our names; nothing is no error."""
-    for name in _existing():
+    for name in existing():
         for pid in run(["ip", "netns", "pids", name]).split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
@@ -205,15 +206,16 @@ def remove_network() -> None:
         shutil.rmtree(folder)
 
 
-def _existing() -> list[str]:
+def existing() -> list[str]:
+    """Namespaces that bear our names."""
     # A line is a name, and an id where there is one.
     lines = run(["ip", "netns", "list"]).splitlines()
     return [line.split()[0] for line in lines if line.startswith(f"{PREFIX}-")]
 
 
 @contextlib.contextmanager
-def _only_one() -> Iterator[None]:
-    """Holds a lock that ends with this process.
+def _only_one() -> Iterator[int]:
+    """Holds a lock that ends with all processes that have its file open. Yields the file's descriptor.
 
     Raises:
         UserError: another process holds it.
@@ -223,4 +225,39 @@ def _only_one() -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError("bench_links: another run emulates machines here. Wait until it ends.") from error
+        yield file.fileno()
+
+
+@contextlib.contextmanager
+def _removed_afterwards(lock: int) -> Iterator[None]:
+    """Starts a process that removes the network when its stdin ends: on leaving, or with this process.
+
+    It keeps the lock until it is done, and has a session of its own, so that no signal to this one's reaches it.
+
+    Raises:
+        RuntimeError: on leaving, if it failed; it says why on stderr.
+    """
+    janitor = subprocess.Popen(
+        [sys.executable, "-m", "experiments._bench_links_network"],
+        cwd=Path(__file__).parents[1],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+        pass_fds=(lock,),
+    )
+    try:
         yield
+    finally:
+        assert janitor.stdin is not None
+        janitor.stdin.close()
+        if janitor.wait():
+            raise RuntimeError(f"bench_links: removing the emulated machines failed: {janitor.returncode}")
+
+
+def main() -> None:
+    """Wait for the end of stdin, then remove the network."""
+    sys.stdin.read()
+    remove_network()
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 from experiments._bench_links_measure import Machines, Measured
@@ -62,7 +63,7 @@ def links_section(measured: Sequence[Machines], sizes: Sizes, *, shared: bool) -
     parts += ["### Do bytes and the planner rank as the clock does?", _ranking_table(rankings)]
     parts += [_ranking_text(rankings)]
     if gains:
-        parts += ["### Topology-aware placement against USP", _gain_table(gains), _verdict(measured, gains)]
+        parts += ["### Topology-aware placement against USP", _gain_table(gains), _verdict(gains)]
     figures = {
         "sizes": dataclasses.asdict(sizes),
         "shared": shared,
@@ -99,7 +100,7 @@ def _rankings(machines: Machines, sizes: Sizes) -> list[_Ranking]:
         programs = _of(machines, direction)
         num_bytes = {name: one.formula_bytes for name, one in programs.items()}
         for rate in _rates(machines):
-            seconds = {name: one.limited[rate].middle for name, one in programs.items()}
+            seconds = {name: one.limited[rate] for name, one in programs.items()}
             ranking = _Ranking(_name(machines), direction, rate, agreement(num_bytes, seconds))
             if direction == _FORWARD:
                 planned, in_turn = (
@@ -120,9 +121,7 @@ def _gains(machines: Machines) -> list[_Gain]:
         usp, aware = programs["usp"], programs["topology_aware"]
         for rate in _rates(machines):
             moved = [one.limited[rate].middle - one.unlimited.middle for one in (usp, aware)]
-            summed = [
-                one.unlimited.middle + transfer_seconds(one.formula_bytes, rate) for one in (usp, aware)
-            ]
+            summed = [_bytes_and_compute(one, rate) for one in (usp, aware)]
             gain = _Gain(
                 name=_name(machines),
                 direction=direction,
@@ -136,6 +135,11 @@ def _gains(machines: Machines) -> list[_Gain]:
     return found
 
 
+def _bytes_and_compute(one: Measured, rate_mbit: float) -> float:
+    """Seconds: bytes over rate, on top of the time without a limit."""
+    return one.unlimited.middle + transfer_seconds(one.formula_bytes, rate_mbit)
+
+
 def _introduction(measured: Sequence[Machines], sizes: Sizes, *, shared: bool) -> str:
     limit = (
         """each direction has the rate, as a budget of twice as much for both together: two processes that exchange data
@@ -144,33 +148,54 @@ def _introduction(measured: Sequence[Machines], sizes: Sizes, *, shared: bool) -
         else """each direction has the rate for itself: two processes that exchange data by gloo take turns, so that
         exchanges may need up to twice the time of their bytes, and rings of three machines and more do not"""
     )
+    programs = [one for machines in measured for one in machines.programs]
     text = f"""Machines are network namespaces of this computer, whose links are limited by `tc tbf`; {limit}. On
     each machine run one or two JAX processes of a device. {sizes.batch} sequences of {sizes.seq_len} tokens,
     {sizes.num_heads} heads of {sizes.head_dim}, float32: {sizes.tensor_bytes / 1e6:.1f} MB a tensor. Before anything is
     timed every program's output and gradients are compared with attention on one device: at most
-    {max(one.error for m in measured for one in m.programs):.1g} of an array's largest number apart. Seconds are the
-    median (least) of {len(measured[0].programs[0].unlimited.samples)} interleaved rounds, from the first process' begin
-    to the last one's end; "no limit" is the same program with unlimited links: its compute, with what this computer
-    needs to move the bytes. MB are what a machine sends to others: by formula, by the collectives of the compiled
-    program, by the counters of the links (with headers). XLA on CPU runs collectives and compute in turn, so that
-    Torus can hide nothing here: what it moves is measured, not what it hides."""
-    return paragraph(text)
+    {max(one.error for one in programs):.1g} of an array's largest number apart; and the bytes of its compiled
+    collectives with the formula: {_most_apart(programs)}. Seconds are the median of
+    {len(programs[0].unlimited.samples)} interleaved rounds, from the first process' begin to the last one's end.
+    "No limit" is the same program with unlimited links: its compute, with what this computer needs to move the bytes.
+    MB are what a machine sends to others: by formula, and by the counters of the links. "Bytes" is the formula's bytes
+    over the rate; "planner" is `solver.layer_timeline` of the emulated links: rate known, two-sided, ring steps not
+    hidden, compute from a share of attention timed alone. It models the forward pass only."""
+    noise = f"""Samples of a program at a rate are up to {max(map(_spread, programs)):.0%} apart; in half of the
+    programs up to {median(map(_spread, programs)):.0%}."""
+    return paragraph(text) + "\n\n" + paragraph(noise)
+
+
+def _most_apart(programs: Sequence[Measured]) -> str:
+    apart = max(abs(one.compiled_bytes / one.formula_bytes - 1) for one in programs)
+    return "equal" if apart == 0 else f"up to {apart:.2%} apart"
+
+
+def _spread(one: Measured) -> float:
+    """Of its samples at the rate where they are furthest apart."""
+    return max(max(times.samples) / times.least - 1 for times in one.limited.values())
 
 
 def _times_table(machines: Machines, sizes: Sizes, direction: str) -> str:
     rates = _rates(machines)
-    header = ["algorithm", "MB: formula", "compiled", "sent", "no limit, s"]
-    for rate in rates:
-        header += [f"{rate:g} Mbit/s, s", "bytes / rate, s"]
-        header += ["planner, s"] if direction == _FORWARD else []
-    rows = []
     models = {rate: _model(machines, sizes, rate) for rate in rates if direction == _FORWARD}
+    what = "measured / bytes / planner" if models else "measured / bytes"
+    header = [
+        "algorithm",
+        "MB: formula",
+        "sent",
+        "no limit, s",
+        *(f"{rate:g} Mbit/s: {what}, s" for rate in rates),
+    ]
+    rows = []
     for name, one in _of(machines, direction).items():
-        megabytes = [one.formula_bytes, one.compiled_bytes, one.sent_bytes]
-        row = [name, *(f"{x / 1e6:.2f}" for x in megabytes), one.unlimited.text()]
+        row = [
+            name,
+            *(f"{x:.2f}" for x in (one.formula_bytes / 1e6, one.sent_bytes / 1e6, one.unlimited.middle)),
+        ]
         for rate in rates:
-            row += [one.limited[rate].text(), f"{transfer_seconds(one.formula_bytes, rate):.2f}"]
-            row += [f"{models[rate][name]:.2f}"] if direction == _FORWARD else []
+            seconds = [one.limited[rate].middle, transfer_seconds(one.formula_bytes, rate)]
+            seconds += [models[rate][name]] if models else []
+            row.append(" / ".join(f"{x:.2f}" for x in seconds))
         rows.append(row)
     return markdown_table(header, rows)
 
@@ -179,34 +204,45 @@ def _ranking_table(rankings: Sequence[_Ranking]) -> str:
     rows = []
     for one in rankings:
         row = [one.name, one.direction, f"{one.rate_mbit:g}"]
-        for found in (one.by_bytes, one.by_planner, one.in_turn):
-            row += _agreement_cells(found) if found else ("", "")
+        row += [_agreement_cell(found) for found in (one.by_bytes, one.by_planner, one.in_turn)]
         rows.append(row)
-    header = ["machines", "program", "Mbit/s"]
-    for name in ("bytes", "planner", "in turn"):
-        header += [f"tau: {name}", "inverted"]
-    return markdown_table(header, rows)
+    return markdown_table(("machines", "program", "Mbit/s", "bytes", "planner", "planner, in turn"), rows)
 
 
-def _agreement_cells(one: Agreement) -> tuple[str, str]:
-    pairs = ", ".join(f"{a} < {b}" for a, b in one.inverted)
-    return f"{one.tau:.2f}", f"{len(one.inverted)} of {one.clear}{': ' * bool(pairs)}{pairs}"
+def _agreement_cell(one: Agreement | None) -> str:
+    return f"{one.tau:.2f}, {one.ordered - len(one.disagreeing)} of {one.ordered}" if one else ""
+
+
+_PREDICTIONS = {"by_bytes": "bytes", "by_planner": "the planner", "in_turn": "the planner in turn"}
 
 
 def _ranking_text(rankings: Sequence[_Ranking]) -> str:
-    def count(agreements: list[Agreement | None]) -> str:
-        found = [one for one in agreements if one is not None]
-        clear = sum(one.clear for one in found)
-        return f"{clear - sum(len(one.inverted) for one in found)} of {clear}"
+    text = paragraph(
+        """Kendall's tau (b) of the predicted with the measured order, and how many pairs have the same order, of those
+        that neither takes for equal: predictions do within 1 %, measurements if samples overlap. "In turn" is the
+        planner's transfers and compute one after another, as XLA on CPU runs them: the planner's latency lets Torus
+        hide its pulls, which nothing can here, and differs for nobody else."""
+    )
+    bullets = [_prediction_text(field, rankings) for field in _PREDICTIONS]
+    return "\n".join([text, "", *bullets])
 
-    by_bytes = count([one.by_bytes for one in rankings])
-    planned, in_turn = (count([getattr(one, name) for one in rankings]) for name in ("by_planner", "in_turn"))
+
+def _prediction_text(field: str, rankings: Sequence[_Ranking]) -> str:
+    """A prediction over all rankings that have it; each pair that disagrees is named."""
+    found = [(ranking, one) for ranking in rankings if (one := getattr(ranking, field)) is not None]
+    ordered = sum(one.ordered for _, one in found)
+    pairs = [
+        f"{pair.slower} is measured {pair.measured:.2f} of {pair.faster} and predicted {pair.predicted:.2f}"
+        f" ({ranking.name}, {ranking.direction}, {ranking.rate_mbit:g} Mbit/s)"
+        for ranking, one in found
+        for pair in one.disagreeing
+    ]
+    named = f" The others: {'; '.join(pairs)}." if pairs else ""
+    first = max(one.regret for _, one in found)
     return paragraph(
-        f"""tau is Kendall's (b); inverted are pairs, of those predicted to differ by more than 5 %, that the medians
-        order the other way (predicted to be faster first). In order are {by_bytes} such pairs by bytes, {planned} by
-        the planner's latency (`solver.layer_timeline` of the emulated links: rate known, two-sided, ring steps not
-        hidden, compute from a share of attention timed alone), and {in_turn} by the planner's transfers and compute
-        "in turn", one after another: the planner lets Torus hide its pulls, which XLA on CPU cannot."""
+        f"""By {_PREDICTIONS[field]} {ordered - len(pairs)} of {ordered} pairs are in order, and what should be fastest
+        takes at most {first:.2f} of the fastest one's time.{named}""",
+        bullet=True,
     )
 
 
@@ -232,18 +268,21 @@ def _gain_table(gains: Sequence[_Gain]) -> str:
     return "USP's time over that of topology-aware placement:\n\n" + markdown_table(header, rows)
 
 
-def _verdict(measured: Sequence[Machines], gains: Sequence[_Gain]) -> str:
-    """Whether topology-aware placement wins on most machines by what bytes predict."""
-    most = _name(max(measured, key=lambda machines: machines.topology.num_machines))
-    ours = [one for one in gains if one.name == most]
+def _verdict(gains: Sequence[_Gain]) -> str:
+    """Whether topology-aware placement wins by what bytes predict, on each set of machines."""
+    return "\n".join(_verdict_on(name, gains) for name in dict.fromkeys(gain.name for gain in gains))
+
+
+def _verdict_on(name: str, gains: Sequence[_Gain]) -> str:
+    ours = [one for one in gains if one.name == name]
     wins = sum(one.measured > 1 for one in ours)
     off = max(abs(one.measured / one.with_compute - 1) for one in ours)
-    off_bytes = max(abs(one.transfers / one.by_bytes - 1) for one in ours)
-    ratios = f"{min(one.measured for one in ours):.2f} to {max(one.measured for one in ours):.2f}"
+    measured, by_bytes = ([getattr(one, field) for one in ours] for field in ("measured", "by_bytes"))
     return paragraph(
-        f"""On {most}, topology-aware placement is faster than USP in {wins} of {len(ours)} rows: USP takes {ratios}
-        times as long. That is within {off:.0%} of what bytes over rate and the time without a limit add up to; the
-        ratio of what the limits add is within {off_bytes:.0%} of that of bytes."""
+        f"""{name}: topology-aware placement is faster in {wins} of {len(ours)} rows; USP takes {min(measured):.2f} to
+        {max(measured):.2f} times as long, and sends {min(by_bytes):.2f} to {max(by_bytes):.2f} times as much. The ratio
+        of times is within {off:.0%} of what bytes over rate and the time without a limit add up to.""",
+        bullet=True,
     )
 
 

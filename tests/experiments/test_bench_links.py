@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -13,8 +15,9 @@ import pytest
 
 from experiments import _bench_links_network as network
 from experiments import bench_links
-from experiments._bench_links_measure import Machines, Measured, worker_command
+from experiments._bench_links_measure import Machines, Measured
 from experiments._bench_links_model import agreement, emulated_hardware, modelled_seconds
+from experiments._bench_links_processes import Workers, worker_command
 from experiments._bench_links_report import links_section
 from experiments._bench_links_variants import (
     DIRECTIONS,
@@ -172,7 +175,7 @@ def check_variant(topology, variant):
         assert largest_error(found, wanted) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["ring", "usp", "topology_aware"])
+@pytest.mark.parametrize("name", ["usp", "topology_aware"])
 def test_compiled_programs_send_what_the_formulas_say(name):
     topology = Topology(4, 2)
     check_variant(topology, named(topology, name))
@@ -197,20 +200,35 @@ def test_a_wrong_array_is_found():
     assert largest_error(found[:1], wanted) == 0
 
 
+def around(**middles):
+    """Samples 1 % about each."""
+    return {name: Times((0.99 * x, x, 1.01 * x)) for name, x in middles.items()}
+
+
 def test_orders_are_compared():
-    same = agreement({"a": 1, "b": 2, "c": 3}, {"a": 10, "b": 11, "c": 12})
-    assert (same.tau, same.clear, same.inverted) == (1, 3, ())
-    turned = agreement({"a": 1, "b": 2, "c": 3}, {"a": 10, "b": 12, "c": 11})
+    same = agreement({"a": 1, "b": 2, "c": 3}, around(a=10, b=11, c=12))
+    assert (same.tau, same.ordered, same.disagreeing, same.regret) == (1, 3, (), 1)
+    turned = agreement({"c": 3, "a": 1, "b": 2}, around(a=10, b=12, c=11))
     assert turned.tau == pytest.approx(1 / 3)
-    assert turned.inverted == (("b", "c"),)
-    # tau-b with a tie: two of two pairs that are predicted to differ, of three that are measured to.
-    tied = agreement({"a": 1, "b": 1, "c": 3}, {"a": 10, "b": 11, "c": 12})
+    (pair,) = turned.disagreeing
+    assert (pair.faster, pair.slower, pair.predicted) == ("b", "c", 1.5)
+    assert pair.measured == pytest.approx(11 / 12)
+
+
+def test_equal_predictions_have_no_order():
+    # tau-b: two of two pairs that are predicted to differ, of three that are measured to.
+    tied = agreement({"a": 1, "b": 1.005, "c": 3}, around(a=11, b=10, c=12))
     assert tied.tau == pytest.approx(2 / 6**0.5)
-    assert (tied.clear, tied.inverted) == (2, ())
-    # Less than 5 % apart: counts for tau, but is no clear inversion.
-    close = agreement({"a": 1.0, "b": 1.04}, {"a": 2, "b": 1})
-    assert (close.tau, close.clear, close.inverted) == (-1, 0, ())
-    assert np.isnan(agreement({"a": 1, "b": 1}, {"a": 1, "b": 2}).tau)
+    assert (tied.ordered, tied.disagreeing) == (2, ())
+    assert tied.regret == pytest.approx(1.1)
+    assert np.isnan(agreement({"a": 1, "b": 1}, around(a=1, b=2)).tau)
+
+
+def test_times_within_the_noise_have_no_order():
+    noise = agreement({"a": 1, "b": 2}, around(a=1.015, b=1))
+    assert (noise.ordered, noise.disagreeing) == (0, ())
+    assert np.isnan(noise.tau)
+    assert agreement({"a": 1, "b": 2}, around(a=1.03, b=1)).ordered == 1
 
 
 SIZES = Sizes()
@@ -271,21 +289,32 @@ def test_report_of_links_that_are_as_fast_as_they_say():
         assert gain["measured"] == pytest.approx(gain["with_compute"])
         assert gain["transfers"] == pytest.approx(gain["by_bytes"])
     for ranking in section.figures["rankings"]:
-        assert ranking["by_bytes"]["inverted"] == ()
+        assert ranking["by_bytes"]["disagreeing"] == ()
         forward = ranking["direction"] == DIRECTIONS[0]
         assert (ranking["by_planner"] is not None) == (ranking["in_turn"] is not None) == forward
-    assert "topology-aware placement is faster than USP in 4 of 4 rows" in " ".join(section.body.split())
+    text = " ".join(section.body.split())
+    assert "4 machines x 2: topology-aware placement is faster in 4 of 4 rows" in text
+    assert "of its compiled collectives with the formula: equal." in text
     assert "### 2 machines x 1, forward + backward" in section.body
-    assert "| usp | 12.58 | 12.58 | 12.58 | 0.10 (0.09) |" in section.body
+    # 6.29 MB in 0.1 + 1.01 and 0.1 + 0.25 s.
+    (line,) = (
+        line
+        for line in section.body.splitlines()
+        if line.startswith("| usp | 6.29 | 6.29 | 0.10 | 1.11 / 1.01 /")
+    )
+    assert "| 0.35 / 0.25 / " in line
     json.dumps(section.figures)
 
 
 def test_report_names_what_is_the_other_way_round():
     section = links_section([made_up(Topology(4, 2), slower=5.0)], SIZES, shared=True)
-    assert "topology-aware placement is faster than USP in 0 of 4 rows" in " ".join(section.body.split())
-    first = section.figures["rankings"][0]["by_bytes"]
-    assert ("topology_aware", "usp") in first["inverted"]
-    assert "topology_aware < usp" in section.body
+    text = " ".join(section.body.split())
+    assert "4 machines x 2: topology-aware placement is faster in 0 of 4 rows" in text
+    first = section.figures["rankings"][0]["by_bytes"]["disagreeing"]
+    assert ("topology_aware", "usp") in [(pair["faster"], pair["slower"]) for pair in first]
+    # (0.1 + 1.01) / (5 (0.1 + 0.50)), and 6.29 MB / 3.15 MB.
+    named = "usp is measured 0.37 of topology_aware and predicted 2.00 (4 machines x 2, forward, 50 Mbit/s)"
+    assert named in text
     assert "nan" not in section.body
 
 
@@ -295,12 +324,33 @@ def test_machines_without_placement_make_no_verdict():
     assert "against USP" not in section.body
 
 
+def test_a_process_that_ends_is_told_with_its_log(tmp_path):
+    workers = Workers()
+    code = "import sys; print(input()); sys.stderr.write('out of luck'); sys.exit(1)"
+    with (tmp_path / "log").open("a+") as log:
+        workers.start([sys.executable, "-c", code], log)
+        assert workers.ask({"do": "echo"}) == [{"do": "echo"}]
+        with pytest.raises(RuntimeError, match=r"(?s)process 0 ended; the end of its log:.*out of luck"):
+            workers.ask({"do": "more"})
+        workers.end()
+
+
+emulates = pytest.mark.skipif(
+    not CAN_EMULATE, reason="making network namespaces needs root and iproute2 (ip, tc)"
+)
+START = [sys.executable, "-m", "experiments.bench_links", "--quick", "--machines", "2x1"]
+
+
+def assert_nothing_is_left():
+    assert "jaxdit-links" not in network.run(["ip", "netns", "list"])
+    assert not list(Path("/etc/netns").glob("jaxdit-links-*"))
+
+
 @pytest.mark.full
-@pytest.mark.skipif(not CAN_EMULATE, reason="making network namespaces needs root and iproute2 (ip, tc)")
+@emulates
 def test_quick_run_on_emulated_machines(tmp_path):
     figures, out = tmp_path / "figures.json", tmp_path / "benchmarks.md"
-    options = ["--quick", "--machines", "2x1", "--json", figures, "--out", out]
-    command = [sys.executable, "-m", "experiments.bench_links", *map(str, options)]
+    command = [*START, "--json", str(figures), "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() in out.read_text()
@@ -310,5 +360,32 @@ def test_quick_run_on_emulated_machines(tmp_path):
         assert program["compiled_bytes"] == program["formula_bytes"]
         assert program["formula_bytes"] < program["sent_bytes"]
         assert 0 < program["error"] < 1e-5
-    assert "jaxdit-links" not in network.run(["ip", "netns", "list"])
-    assert not list(Path("/etc/netns").glob("jaxdit-links-*"))
+    assert_nothing_is_left()
+
+
+@pytest.mark.full
+@emulates
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_run_leaves_nothing(how):
+    with subprocess.Popen(START, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as run:
+        try:
+            wait_for(lambda: len(pids_on_machines()) >= 2)
+            workers = pids_on_machines()
+        finally:
+            run.send_signal(how)
+        assert run.wait(60) == (130 if how == signal.SIGTERM else -how)
+    wait_for(lambda: "jaxdit-links" not in network.run(["ip", "netns", "list"]))
+    wait_for(lambda: not any(Path(f"/proc/{pid}/cmdline").is_file() for pid in workers))
+    assert_nothing_is_left()
+
+
+def pids_on_machines():
+    machines = [name for name in network.existing() if name != network.SWITCH]
+    return [pid for name in machines for pid in network.run(["ip", "netns", "pids", name]).split()]
+
+
+def wait_for(condition):
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
