@@ -56,6 +56,20 @@ class Machines:
     compute_s: float
     programs: tuple[Measured, ...]
 
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.topology.num_machines} machines x {self.topology.devices_per_machine}"
+
+    @property
+    def rates(self) -> list[float]:
+        """In Mbit/s."""
+        return list(self.programs[0].limited)
+
+    def programs_of(self, direction: str) -> dict[str, Measured]:
+        """By variant."""
+        return {one.variant: one for one in self.programs if one.direction == direction}
+
 
 def measure(
     topology: Topology, sizes: Sizes, rates_mbit: Sequence[float], rounds: int, *, shared: bool
