@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
 from experiments._bench_links_measure import Machines, Measured
@@ -10,6 +10,8 @@ from experiments._bench_links_model import all_modelled, transfer_seconds
 from experiments._bench_links_variants import DIRECTIONS, Sizes
 from experiments._bench_report import Times
 
+# Bytes over the rate; the planner's latency; its events one after another.
+PREDICTIONS = ("bytes", "planner", "planner in turn")
 # Predictions closer than this are equal.
 _EQUAL = 1.01
 
@@ -40,7 +42,7 @@ class Agreement:
             against either. None if all are equal on a side.
         ordered: pairs that neither side takes for equal.
         disagreeing: those of them that are measured the other way round.
-        regret: the median of what is predicted to be fastest, over the least median.
+        regret: the median of what is predicted to be fastest, the slowest of equals, over the least median.
     """
 
     tau: float | None
@@ -62,12 +64,13 @@ def agreement(predicted: Mapping[str, float], measured: Mapping[str, Times]) -> 
             disagreeing.append(Disagreement(fast, slow, ratio, medians))
     # Sums over pairs; each factor leaves out what is equal on its side.
     norm = math.sqrt(sum(x * x for x, _ in signs) * sum(y * y for _, y in signs))
-    first = min(predicted, key=predicted.__getitem__)
+    least = min(predicted.values())
+    first = [measured[name].middle for name, number in predicted.items() if number <= _EQUAL * least]
     return Agreement(
         tau=sum(x * y for x, y in signs) / norm if norm else None,
         ordered=sum(bool(x and y) for x, y in signs),
         disagreeing=tuple(disagreeing),
-        regret=measured[first].middle / min(times.middle for times in measured.values()),
+        regret=max(first) / min(times.middle for times in measured.values()),
     )
 
 
@@ -81,16 +84,13 @@ class Ranking:
     """Agreement of orders on some machines at a rate.
 
     Attributes:
-        by_bytes: of the formula's bytes.
-        by_planner, in_turn: of the planner's latency, and of its events one after another; forward only.
+        agreements: by the name of the prediction, one of `PREDICTIONS`; the planner has none but forward.
     """
 
     name: str
     direction: str
     rate_mbit: float
-    by_bytes: Agreement
-    by_planner: Agreement | None = None
-    in_turn: Agreement | None = None
+    agreements: dict[str, Agreement]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +120,15 @@ def rankings(machines: Machines, sizes: Sizes) -> list[Ranking]:
         programs = machines.programs_of(direction)
         num_bytes = {name: one.formula_bytes for name, one in programs.items()}
         for rate in machines.rates:
-            seconds = {name: one.limited[rate] for name, one in programs.items()}
-            ranking = Ranking(machines.name, direction, rate, agreement(num_bytes, seconds))
+            predicted = [num_bytes]
             if direction == DIRECTIONS[0]:
-                planned, in_turn = (
-                    agreement(all_modelled(machines, sizes, rate, in_turn=turn), seconds)
-                    for turn in (False, True)
-                )
-                ranking = replace(ranking, by_planner=planned, in_turn=in_turn)
-            found.append(ranking)
+                predicted += [all_modelled(machines, sizes, rate, in_turn=turn) for turn in (False, True)]
+            seconds = {name: one.limited[rate] for name, one in programs.items()}
+            agreements = {
+                name: agreement(numbers, seconds)
+                for name, numbers in zip(PREDICTIONS, predicted, strict=False)
+            }
+            found.append(Ranking(machines.name, direction, rate, agreements))
     return found
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from experiments._bench_links_compare import Agreement, Gain, Ranking, gains, rankings
+from experiments._bench_links_compare import PREDICTIONS, Agreement, Gain, Ranking, gains, rankings
 from experiments._bench_links_measure import Machines, Measured
 from experiments._bench_links_model import all_modelled, transfer_seconds
 from experiments._bench_links_variants import DIRECTIONS, Sizes
@@ -96,25 +96,20 @@ def _times_table(machines: Machines, sizes: Sizes, direction: str) -> str:
     return markdown_table(header, rows)
 
 
-_PREDICTIONS = {"by_bytes": "bytes", "by_planner": "planner", "in_turn": "planner in turn"}
-
-
 def _ranking_parts(ranked: Sequence[Ranking]) -> list[str]:
     text = """Kendall's tau (b) of the predicted with the measured order, and how many pairs have the same order, of
         those that neither takes for equal: predictions do within 1 %, measurements if samples overlap. "In turn" is the
         planner's transfers and compute one after another, as XLA on CPU runs them: the planner's latency lets Torus
         hide its pulls, which nothing can here. It models the forward pass only."""
     rows = [
-        (
-            one.name,
-            one.direction,
-            f"{one.rate_mbit:g}",
-            *(_agreement_cell(getattr(one, x)) for x in _PREDICTIONS),
-        )
+        [
+            *(one.name, one.direction, f"{one.rate_mbit:g}"),
+            *(_agreement_cell(one.agreements.get(prediction)) for prediction in PREDICTIONS),
+        ]
         for one in ranked
     ]
-    table = markdown_table(("machines", "program", "Mbit/s", *_PREDICTIONS.values()), rows)
-    counts = "\n".join(_count_text(prediction, ranked) for prediction in _PREDICTIONS)
+    table = markdown_table(("machines", "program", "Mbit/s", *PREDICTIONS), rows)
+    counts = "\n".join(_count_text(prediction, ranked) for prediction in PREDICTIONS)
     return [paragraph(text), table, counts, *_disagreements(ranked)]
 
 
@@ -127,11 +122,11 @@ def _agreement_cell(one: Agreement | None) -> str:
 
 
 def _count_text(prediction: str, ranked: Sequence[Ranking]) -> str:
-    found = [one for ranking in ranked if (one := getattr(ranking, prediction)) is not None]
+    found = [one.agreements[prediction] for one in ranked if prediction in one.agreements]
     ordered = sum(one.ordered for one in found)
     agreeing = ordered - sum(len(one.disagreeing) for one in found)
     return paragraph(
-        f"""{_PREDICTIONS[prediction]}: {agreeing} of {ordered} pairs in order; what is predicted to be fastest takes at
+        f"""{prediction}: {agreeing} of {ordered} pairs in order; what is predicted to be fastest takes at
         most {max(one.regret for one in found):.2f} times as long as what is.""",
         bullet=True,
     )
@@ -139,20 +134,16 @@ def _count_text(prediction: str, ranked: Sequence[Ranking]) -> str:
 
 def _disagreements(ranked: Sequence[Ranking]) -> list[str]:
     """Each pair that is measured the other way round, by more than the noise."""
-    rows = []
-    for prediction, label in _PREDICTIONS.items():
-        for ranking in ranked:
-            one: Agreement | None = getattr(ranking, prediction)
-            for pair in one.disagreeing if one else ():
-                row = [
-                    label,
-                    ranking.name,
-                    ranking.direction,
-                    f"{ranking.rate_mbit:g}",
-                    pair.faster,
-                    pair.slower,
-                ]
-                rows.append([*row, f"{pair.predicted:.2f}", f"{pair.measured:.2f}"])
+    rows = [
+        [
+            *(prediction, one.name, one.direction, f"{one.rate_mbit:g}"),
+            *(pair.faster, pair.slower, f"{pair.predicted:.2f}", f"{pair.measured:.2f}"),
+        ]
+        for prediction in PREDICTIONS
+        for one in ranked
+        if prediction in one.agreements
+        for pair in one.agreements[prediction].disagreeing
+    ]
     if not rows:
         return []
     header = ("prediction", "machines", "program", "Mbit/s", "faster by it", "slower by it")

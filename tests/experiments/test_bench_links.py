@@ -15,7 +15,7 @@ import pytest
 
 from experiments import _bench_links_network as network
 from experiments import bench_links
-from experiments._bench_links_compare import agreement
+from experiments._bench_links_compare import PREDICTIONS, agreement
 from experiments._bench_links_measure import Machines, Measured
 from experiments._bench_links_model import emulated_hardware, modelled_seconds
 from experiments._bench_links_processes import Workers, worker_command
@@ -290,9 +290,9 @@ def test_report_of_links_that_are_as_fast_as_they_say():
         assert gain["measured"] == pytest.approx(gain["with_compute"])
         assert gain["transfers"] == pytest.approx(gain["by_bytes"])
     for ranking in section.figures["rankings"]:
-        assert ranking["by_bytes"]["disagreeing"] == ()
+        assert ranking["agreements"]["bytes"]["disagreeing"] == ()
         forward = ranking["direction"] == DIRECTIONS[0]
-        assert (ranking["by_planner"] is not None) == (ranking["in_turn"] is not None) == forward
+        assert tuple(ranking["agreements"]) == (PREDICTIONS if forward else PREDICTIONS[:1])
     text = " ".join(section.body.split())
     assert "4 machines x 2: topology-aware placement is faster in 4 of 4 rows" in text
     assert "of its compiled collectives with the formula: equal." in text
@@ -313,7 +313,7 @@ def test_report_names_what_is_the_other_way_round():
     section = links_section([made_up(Topology(4, 2), slower=5.0)], SIZES, shared=True)
     text = " ".join(section.body.split())
     assert "4 machines x 2: topology-aware placement is faster in 0 of 4 rows" in text
-    first = section.figures["rankings"][0]["by_bytes"]["disagreeing"]
+    first = section.figures["rankings"][0]["agreements"]["bytes"]["disagreeing"]
     assert ("topology_aware", "usp") in [(pair["faster"], pair["slower"]) for pair in first]
     # (0.1 + 1.01) / (5 (0.1 + 0.50)), and 6.29 MB / 3.15 MB.
     named = "| bytes | 4 machines x 2 | forward | 50 | topology_aware | usp | 2.00 | 0.37 |"
