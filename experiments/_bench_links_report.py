@@ -186,13 +186,18 @@ def _verdict_on(name: str, gained: Sequence[Gain]) -> str:
     ours = [one for one in gained if one.name == name]
     wins = sum(one.measured > 1 for one in ours)
     off = max(abs(one.measured / one.with_compute - 1) for one in ours)
-    measured, by_bytes = ([getattr(one, field) for one in ours] for field in ("measured", "by_bytes"))
     return paragraph(
-        f"""{name}: topology-aware placement is faster in {wins} of {len(ours)} rows; USP takes {min(measured):.2f} to
-        {max(measured):.2f} times as long, and sends {min(by_bytes):.2f} to {max(by_bytes):.2f} times as much. The ratio
-        of times is within {off:.0%} of what bytes over rate and the time without a limit add up to.""",
+        f"""{name}: topology-aware placement is faster in {wins} of {len(ours)} rows; USP takes
+        {_range([one.measured for one in ours])} times as long, and sends {_range([one.by_bytes for one in ours])} times
+        as much. The ratio of times is within {off:.0%} of what bytes over rate and the time without a limit add up
+        to.""",
         bullet=True,
     )
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _figures(machines: Machines, sizes: Sizes) -> dict[str, Any]:
