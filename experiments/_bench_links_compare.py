@@ -99,6 +99,7 @@ class Gain:
 
     Attributes:
         measured: of medians.
+        order: 1 if that is above 1 by more than the noise, -1 if below, else 0.
         transfers: of medians less those without a limit; None where a limit adds nothing.
         by_bytes: of the formula's bytes.
         with_compute: of bytes over rate, and the time without a limit on top.
@@ -108,6 +109,7 @@ class Gain:
     direction: str
     rate_mbit: float
     measured: float
+    order: int
     transfers: float | None
     by_bytes: float
     with_compute: float
@@ -148,6 +150,7 @@ def gains(machines: Machines) -> list[Gain]:
                 direction=direction,
                 rate_mbit=rate,
                 measured=usp.limited[rate].middle / aware.limited[rate].middle,
+                order=_order(aware.limited[rate], usp.limited[rate]),
                 transfers=moved[0] / moved[1] if moved[1] > 0 else None,
                 by_bytes=usp.formula_bytes / aware.formula_bytes,
                 with_compute=summed[0] / summed[1],

@@ -184,10 +184,11 @@ def _verdict(gained: Sequence[Gain]) -> str:
 
 def _verdict_on(name: str, gained: Sequence[Gain]) -> str:
     ours = [one for one in gained if one.name == name]
-    wins = sum(one.measured > 1 for one in ours)
+    faster, slower = (sum(one.order == sign for one in ours) for sign in (1, -1))
     off = max(abs(one.measured / one.with_compute - 1) for one in ours)
     return paragraph(
-        f"""{name}: topology-aware placement is faster in {wins} of {len(ours)} rows; USP takes
+        f"""{name}: by more than the noise topology-aware placement is faster in {faster} and slower in {slower} of
+        {len(ours)} rows; USP takes
         {_range([one.measured for one in ours])} times as long, and sends {_range([one.by_bytes for one in ours])} times
         as much. The ratio of times is within {off:.0%} of what bytes over rate and the time without a limit add up
         to.""",
