@@ -1,13 +1,9 @@
-"""Attention over emulated slow links: command lines, bytes, orders, the report, and one run where root may do it."""
+"""Attention over emulated slow links: command lines, bytes, orders, the report."""
 
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
-import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -39,7 +35,6 @@ from experiments._program import UserError
 from solver import Topology
 
 TINY = Sizes(batch=1, seq_len=16, num_heads=8, head_dim=4)
-CAN_EMULATE = os.geteuid() == 0 and all(shutil.which(tool) for tool in ("ip", "tc"))
 
 
 def named(topology, name):
@@ -339,59 +334,3 @@ def test_a_process_that_ends_is_told_with_its_log(tmp_path):
         with pytest.raises(RuntimeError, match=r"(?s)process 0 ended; the end of its log:.*out of luck"):
             workers.ask({"do": "more"})
         workers.end()
-
-
-emulates = pytest.mark.skipif(
-    not CAN_EMULATE, reason="making network namespaces needs root and iproute2 (ip, tc)"
-)
-START = [sys.executable, "-m", "experiments.bench_links", "--quick", "--machines", "2x1"]
-
-
-def assert_nothing_is_left():
-    assert "jaxdit-links" not in network.run(["ip", "netns", "list"])
-    assert not list(Path("/etc/netns").glob("jaxdit-links-*"))
-
-
-@pytest.mark.full
-@emulates
-def test_quick_run_on_emulated_machines(tmp_path):
-    figures, out = tmp_path / "figures.json", tmp_path / "benchmarks.md"
-    command = [*START, "--json", str(figures), "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() in out.read_text()
-    (machines,) = json.loads(figures.read_text())["machines"]
-    assert len(machines["programs"]) == 6
-    for program in machines["programs"]:
-        assert program["compiled_bytes"] == program["formula_bytes"]
-        assert program["formula_bytes"] < program["sent_bytes"]
-        assert 0 < program["error"] < 1e-5
-    assert_nothing_is_left()
-
-
-@pytest.mark.full
-@emulates
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_run_leaves_nothing(how):
-    with subprocess.Popen(START, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as run:
-        try:
-            wait_for(lambda: len(pids_on_machines()) >= 2)
-            workers = pids_on_machines()
-        finally:
-            run.send_signal(how)
-        assert run.wait(60) == (130 if how == signal.SIGTERM else -how)
-    wait_for(lambda: "jaxdit-links" not in network.run(["ip", "netns", "list"]))
-    wait_for(lambda: not any(Path(f"/proc/{pid}/cmdline").is_file() for pid in workers))
-    assert_nothing_is_left()
-
-
-def pids_on_machines():
-    machines = [name for name in network.existing() if name != network.SWITCH]
-    return [pid for name in machines for pid in network.run(["ip", "netns", "pids", name]).split()]
-
-
-def wait_for(condition):
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
