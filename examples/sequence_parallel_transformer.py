@@ -10,7 +10,7 @@ from jax import P
 
 import parallel
 
-HEADS, WIDTH, LENGTH = 6, 48, 1003  # 4 devices exchange 6 heads, 8 share 1,003 tokens: neither need divide
+HEADS, WIDTH, LENGTH = 6, 48, 403  # 4 devices exchange 6 heads, 8 share 403 tokens: neither need divide
 jax.config.update("jax_num_cpu_devices", 8)  # has no effect where there are GPUs
 
 

@@ -1,6 +1,7 @@
 """The examples run as their users would run them."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,9 +12,9 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def output_of(name):
+def output_of(name, **env):
     command = [sys.executable, EXAMPLES / f"{name}.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -34,9 +35,10 @@ def test_balanced_transformer():
 
 
 def test_sequence_parallel_transformer():
-    text = output_of("sequence_parallel_transformer")
+    # Compiling is what takes time here.
+    text = output_of("sequence_parallel_transformer", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     check_against(text, "on one device")
-    assert "1003 tokens over 8 devices: 126 rows each" in text
+    assert "403 tokens over 8 devices: 51 rows each" in text
 
 
 @pytest.mark.parametrize("name", ["balanced_transformer", "sequence_parallel_transformer"])
