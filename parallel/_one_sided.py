@@ -5,7 +5,6 @@ order of events (`_one_sided_order`): `SimulatedPuts` runs on CPU devices, `Mosa
 """
 
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,27 +13,10 @@ from jaxtyping import Array, Float
 
 from parallel._block_attention import BlockAttention, BlockMask, local_attention, once_differentiable
 from parallel._block_platform import PlatformBlockAttention
-from parallel._online_softmax import Partial
+from parallel._one_sided_puts import Puts
 from parallel._ring_loop import Attended, Keys, Queries, Ring, ring_backward
 from parallel._routes import AxisName
 from parallel._sequence_inputs import check_inputs
-
-
-@runtime_checkable
-class Puts(Protocol):
-    """Kernels that put. Per device, inside `shard_map`; an implementation is hashable."""
-
-    def exchange(self, parts: Float[Array, "p ..."], axis_name: AxisName) -> Float[Array, "p ..."]:
-        """Part p to device p of the axis; part s of the result is what device s had for this one."""
-
-    def ring(
-        self,
-        q: Float[Array, "b l_q h d"],
-        kv: Float[Array, "2 b l_k h_kv d"],
-        axis_name: AxisName,
-        scale: float,
-    ) -> Partial:
-        """Attention of the device's queries to the keys of all, float32."""
 
 
 def one_sided_all_to_all(

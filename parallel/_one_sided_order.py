@@ -49,6 +49,4 @@ def device_id(axis_name: AxisName, index: Any) -> dict[Any, Any]:
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     sizes = [lax.axis_size(axis) for axis in axes]
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    return {
-        axis: index // stride % size for axis, size, stride in zip(axes, sizes, strides, strict=True)
-    }
+    return {axis: index // stride % size for axis, size, stride in zip(axes, sizes, strides, strict=True)}

@@ -1,18 +1,16 @@
 """One-sided kernels as a simulator runs them, on CPU devices: Pallas' TPU interpret mode, with its race detector."""
 
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from parallel._block_attention import BlockAttention, BlockMask, block_forward
-from parallel._block_xla import XlaBlockAttention
 from parallel._one_sided_order import (
     device_id,
     gives_room,
@@ -28,79 +26,59 @@ from parallel._routes import AxisName
 _COLLECTIVE_ID = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedPuts:
-    """One-sided kernels in Pallas' TPU interpret mode. Experimental; for tests, and to read: it is slow.
+class Simulator(NamedTuple):
+    """How puts are carried out: at once or when they are waited for, and whether races are looked for."""
 
-    Puts are asynchronous remote copies, which the simulator carries out as late as their waits allow, or at once; both
-    orders must give the same.
-
-    Attributes:
-        block: attention of one device's queries to one device's keys, inside the kernel: plain JAX.
-        eager: puts are carried out when they start, not when they are waited for.
-        detect_races: have the simulator follow what happens before what, and print "RACE DETECTED" for accesses of one
-            place, one of them a write, that nothing orders.
-    """
-
-    block: BlockAttention = field(default_factory=XlaBlockAttention)
-    eager: bool = False
-    detect_races: bool = False
-
-    def exchange(self, parts: Float[Array, "p ..."], axis_name: AxisName) -> Float[Array, "p ..."]:
-        """As `Puts.exchange`."""
-        size = lax.axis_size(axis_name)
-        return pl.pallas_call(
-            partial(_exchange_kernel, axis_name),
-            out_shape=jax.ShapeDtypeStruct(parts.shape, parts.dtype),
-            in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
-            out_specs=pl.BlockSpec(memory_space=pl.ANY),
-            scratch_shapes=[
-                pltpu.SemaphoreType.DMA((size,)),
-                pltpu.SemaphoreType.DMA((size,)),
-            ],
-            compiler_params=self._compiler_params,
-            interpret=self._interpret,
-        )(parts)
-
-    def ring(
-        self,
-        q: Float[Array, "b l_q h d"],
-        kv: Float[Array, "2 b l_k h_kv d"],
-        axis_name: AxisName,
-        scale: float,
-    ) -> Partial:
-        """As `Puts.ring`."""
-        wide = jnp.float32
-        any_place = pl.BlockSpec(memory_space=pl.ANY)
-        out, lse, _ = pl.pallas_call(
-            partial(_ring_kernel, axis_name, self.block, scale),
-            out_shape=[
-                jax.ShapeDtypeStruct(q.shape, wide),
-                jax.ShapeDtypeStruct(q.shape[:3], wide),
-                jax.ShapeDtypeStruct((2, *kv.shape), kv.dtype),
-            ],
-            in_specs=[pl.BlockSpec(memory_space=pltpu.VMEM), any_place],
-            out_specs=[pl.BlockSpec(memory_space=pltpu.VMEM)] * 2 + [any_place],
-            scratch_shapes=[
-                pltpu.VMEM(kv.shape, kv.dtype),
-                pltpu.SemaphoreType.DMA,
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SemaphoreType.REGULAR,
-            ],
-            compiler_params=self._compiler_params,
-            interpret=self._interpret,
-        )(q, kv)
-        return Partial(out, lse)
+    eager: bool
+    detect_races: bool
 
     @property
-    def _interpret(self) -> Any:
-        return pltpu.InterpretParams(
-            dma_execution_mode="eager" if self.eager else "on_wait", detect_races=self.detect_races
-        )
+    def options(self) -> dict[str, Any]:
+        """Of `pallas_call`."""
+        mode = "eager" if self.eager else "on_wait"
+        return {
+            "interpret": pltpu.InterpretParams(dma_execution_mode=mode, detect_races=self.detect_races),
+            "compiler_params": pltpu.CompilerParams(collective_id=_COLLECTIVE_ID, has_side_effects=True),
+        }
 
-    @property
-    def _compiler_params(self) -> Any:
-        return pltpu.CompilerParams(collective_id=_COLLECTIVE_ID, has_side_effects=True)
+
+def exchange(parts: Array, axis_name: AxisName, simulator: Simulator) -> Array:
+    """As `Puts.exchange`."""
+    size = lax.axis_size(axis_name)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        partial(_exchange_kernel, axis_name),
+        out_shape=jax.ShapeDtypeStruct(parts.shape, parts.dtype),
+        in_specs=[anywhere],
+        out_specs=anywhere,
+        scratch_shapes=[pltpu.SemaphoreType.DMA((size,))] * 2,
+        **simulator.options,
+    )(parts)
+
+
+def ring(
+    q: Array, kv: Array, axis_name: AxisName, block: BlockAttention, scale: float, simulator: Simulator
+) -> Partial:
+    """As `Puts.ring`."""
+    anywhere, near = (pl.BlockSpec(memory_space=space) for space in (pl.ANY, pltpu.VMEM))
+    out, lse, _ = pl.pallas_call(
+        partial(_ring_kernel, axis_name, block, scale),
+        out_shape=[
+            jax.ShapeDtypeStruct(q.shape, jnp.float32),
+            jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
+            jax.ShapeDtypeStruct((2, *kv.shape), kv.dtype),
+        ],
+        in_specs=[near, anywhere],
+        out_specs=[near, near, anywhere],
+        scratch_shapes=[
+            pltpu.VMEM(kv.shape, kv.dtype),
+            pltpu.SemaphoreType.DMA,
+            pltpu.SemaphoreType.DMA((2,)),
+            pltpu.SemaphoreType.REGULAR,
+        ],
+        **simulator.options,
+    )(q, kv)
+    return Partial(out, lse)
 
 
 def _enter(axis_name: AxisName, peers: list[Any]) -> None:
