@@ -7,7 +7,6 @@ That semaphores are zero on all devices before any of them is counted up is the 
 that address peers behind a barrier.
 """
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,8 +31,8 @@ from parallel._routes import AxisName
 
 # A block is a warpgroup of 128 threads, which copy 16 bytes each, some times before they wait.
 _THREADS, _VECTOR_BYTES, _COPIES = 128, 16, 4
-# Rows and columns of the boxes in which keys are copied through shared memory; 64 tokens of 64 numbers, k and v.
-_BOX = (64, 128)
+# Of the boxes of rows in which keys are copied through shared memory, if more than one row.
+_BOX_BYTES = 32 * 1024
 
 
 class Blocks(NamedTuple):
@@ -170,14 +169,17 @@ def _ring_kernel(
 
 def _put_keys(keys, there, block: Any, blocks: int) -> None:
     """A block's share, through shared memory: what attention reads by the copy engine must be written by it."""
-    rows, columns = _BOX
-    boxes = math.prod(keys.shape) // (rows * columns)
-    keys, there = (ref.reshape((boxes * rows, columns)) for ref in (keys, there))
+    parts, batch, length, heads, dim = keys.shape
+    row_bytes = heads * dim * keys.dtype.itemsize
+    rows = next(n for n in (64, 32, 16, 8, 4, 2, 1) if n == 1 or n * row_bytes <= _BOX_BYTES)
+    boxes = parts * batch * (length // rows)
 
     def body(box_ref, arrived):
         @pl.loop(0, pl.cdiv(boxes - block, blocks))
         def _box(i):
-            place = pl.ds((block + i * blocks) * rows, rows)
+            box = block + i * blocks
+            rest, start = lax.div(box, length // rows), lax.rem(box, length // rows) * rows
+            place = lax.div(rest, batch), lax.rem(rest, batch), pl.ds(start, rows)
             plgpu.copy_gmem_to_smem(keys.at[place], box_ref, arrived)
             plgpu.barrier_wait(arrived)
             plgpu.copy_smem_to_gmem(box_ref, there.at[place])
@@ -185,4 +187,4 @@ def _put_keys(keys, there, block: Any, blocks: int) -> None:
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
-    pl.run_scoped(body, plgpu.SMEM(_BOX, keys.dtype), plgpu.Barrier())
+    pl.run_scoped(body, plgpu.SMEM((rows, heads, dim), keys.dtype), plgpu.Barrier())
