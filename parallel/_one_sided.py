@@ -41,7 +41,7 @@ def one_sided_all_to_all(
 
     Raises:
         ValueError: if the devices do not divide the axis to split, or an axis is not one of x.
-        NotImplementedError: for what the kernels do not do; for a second derivative.
+        NotImplementedError: for what the kernels do not do.
     """
     size = lax.axis_size(axis_name)
     for name, axis in (("split_axis", split_axis), ("concat_axis", concat_axis)):
@@ -67,7 +67,7 @@ def _exchange(puts: Puts, axis_name: AxisName, parts: Array) -> Array:
 
 
 def _exchange_fwd(puts, axis_name, parts):
-    return puts.exchange(parts, axis_name), None
+    return _exchange(puts, axis_name, parts), None
 
 
 def _exchange_bwd(puts, axis_name, _, cotangents):
@@ -131,7 +131,8 @@ def _attend(puts: Puts, ring: Ring, q: Array, kv: Array) -> Array:
 
 
 def _attend_fwd(puts, ring, q, kv):
-    out, lse = puts.ring(q, kv, ring.axis_name, ring.scale)
+    attend = once_differentiable(partial(puts.ring, axis_name=ring.axis_name, scale=ring.scale))
+    out, lse = attend(q, kv)
     out = out.astype(q.dtype)
     return out, (q, kv, out, lse)
 
