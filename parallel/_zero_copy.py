@@ -11,12 +11,13 @@ def zero_copy_options(*, symmetric: bool = True) -> dict[str, bool]:
     compiled program shows them in memory space S(1). Nothing else about the program changes, and none of these options
     does anything on other platforms than CUDA.
 
-    Collective memory is a pool beside the main one, whose size is that of what the program has in S(1), or fixed by
-    the environment variable XLA_PYTHON_CLIENT_COLLECTIVE_MEM_SIZE_MB.
+    Collective memory is a pool beside the main one (environment variable XLA_PYTHON_CLIENT_COLLECTIVE_MEM_SIZE_MB) and
+    not shared with other temporaries: a program needs as much more as its largest exchange sends and receives, for
+    Ulysses attention twice a device's q, k and v.
 
-    Has been compiled for H100 (`tests/aot/check_one_sided.py`: every buffer of every all-to-all and permute of Ulysses,
-    ring and Torus attention, also of their gradients, is in S(1), and temporaries do not grow), not run: it is not
-    known here what it gains, and the library uses it nowhere by itself.
+    It has been compiled for H100 (`tests/aot/check_one_sided.py`: every buffer of every all-to-all and permute of
+    Ulysses, ring and Torus attention and of their gradients is in S(1), and there are no more copies), and not run:
+    what it gains is not known here. The library uses it nowhere by itself.
 
     Args:
         symmetric: as symmetric memory, one address range on all devices, which NCCL 2.27 and later can also read and
