@@ -104,7 +104,7 @@ def test_ulysses_attention_by_puts(monkeypatch, capfd):
         return one_sided_all_to_all(x, axis_name=axis_name, **axes, puts=LATE)
 
     monkeypatch.setattr(lax, "all_to_all", by_puts)
-    case = Case(segments=2, causal=True, text=3, kv_heads=2)
+    case = Case(segments=3, causal=True, text=5, kv_heads=2)
     check(partial(ulysses_attention, axis_name="x"), mesh_of(x=4), "x", case)
     assert moved
     assert no_races(capfd)
