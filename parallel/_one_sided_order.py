@@ -44,8 +44,8 @@ def gives_room(step: int, size: int) -> bool:
     return step >= 1 and puts_keys(step + 1, size)
 
 
-def device_id(axis_name: AxisName, index: Any) -> dict[Any, Any]:
-    """Mesh coordinates of the device that is `index` along the axes; others as here."""
+def device_id(axis_name: AxisName, index: Any) -> Any:
+    """Mesh coordinates of the device that is `index` along the axes, by axis; along others it is this one."""
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     sizes = [lax.axis_size(axis) for axis in axes]
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]

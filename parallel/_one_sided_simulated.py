@@ -1,7 +1,7 @@
 """One-sided kernels as a simulator runs them, on CPU devices: Pallas' TPU interpret mode, with its race detector."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ class Simulator(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """Of `pallas_call`."""
-        mode = "eager" if self.eager else "on_wait"
+        mode: Literal["eager", "on_wait"] = "eager" if self.eager else "on_wait"
         return {
             "interpret": pltpu.InterpretParams(dma_execution_mode=mode, detect_races=self.detect_races),
             "compiler_params": pltpu.CompilerParams(collective_id=_COLLECTIVE_ID, has_side_effects=True),
