@@ -65,6 +65,7 @@ def exchange(parts: Array, axis_name: AxisName, blocks: int) -> Array:
 def ring(q: Array, kv: Array, axis_name: AxisName, scale: float, blocks: Blocks) -> Partial:
     """As `Puts.ring`."""
     batch, length, heads, _ = q.shape
+    steps = lax.axis_size(axis_name)
     out, lse, _ = plgpu.kernel(
         partial(_ring_kernel, axis_name, blocks, scale),
         out_type=[
@@ -74,7 +75,7 @@ def ring(q: Array, kv: Array, axis_name: AxisName, scale: float, blocks: Blocks)
         ],
         grid=(blocks.all,),
         grid_names=("blocks",),
-        scratch_types=[plgpu.SemaphoreType.REGULAR] * 3,
+        scratch_types=[plgpu.SemaphoreType.REGULAR, *[plgpu.SemaphoreType.REGULAR((steps,))] * 2],
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(q, kv)
     return Partial(out, lse.swapaxes(1, 2))
@@ -127,7 +128,8 @@ def _ring_kernel(
 ) -> None:
     """Ring attention, see `_one_sided_order`: some blocks put, the others attend, and wait for the same keys.
 
-    `arrived` counts blocks that have put theirs, in all steps so far; `room` blocks that have read what they had to.
+    For each step `arrived` counts the blocks that have put their share, and `room` those here that need the step's keys
+    no more. One number for all steps would not do: a fast block may be a step ahead of a slow one.
     """
     size, here = lax.axis_size(axis_name), lax.axis_index(axis_name)
     following, before = (lax.rem(here + k, size) for k in (1, size - 1))
@@ -137,12 +139,12 @@ def _ring_kernel(
         slot = slot_at_hand(step)
         if slot is None:
             return kv_ref
-        pl.semaphore_wait(arrived, step * blocks.put, decrement=False)
+        pl.semaphore_wait(arrived.at[step - 1], blocks.put, decrement=False)
         return slots_ref.at[slot]
 
     def give_room(step: int) -> None:
         if gives_room(step, size):
-            pl.semaphore_signal(room, device_id=device_id(axis_name, before))
+            pl.semaphore_signal(room.at[step], device_id=device_id(axis_name, before))
 
     block = lax.axis_index("blocks")
 
@@ -153,10 +155,10 @@ def _ring_kernel(
                 break
             keys = keys_of(step)
             if needs_room(step):
-                pl.semaphore_wait(room, (step - 1) * blocks.all, decrement=False)
+                pl.semaphore_wait(room.at[step - 1], blocks.all, decrement=False)
             there = plgpu.remote_ref(slots_ref.at[slot_of_arrival(step)], device_id(axis_name, following))
             _put_keys(keys, there, block, blocks.put)
-            pl.semaphore_signal(arrived, device_id=device_id(axis_name, following))
+            pl.semaphore_signal(arrived.at[step], device_id=device_id(axis_name, following))
             give_room(step)
 
     @pl.when(block >= blocks.put)
