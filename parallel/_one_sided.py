@@ -1,7 +1,8 @@
 """Sequence parallelism by one-sided puts instead of collectives. Experimental: nothing else here depends on it.
 
 A device writes into its peers' memory and counts up their semaphores; nobody receives. The kernels exist twice, in one
-order of events (`_one_sided_order`): `SimulatedPuts` runs on CPU devices, `MosaicPuts` is for NVIDIA GPUs.
+order of events (`_one_sided_order`): `SimulatedPuts` runs on CPU devices, where values, gradients and races are tested;
+`MosaicPuts` is for NVIDIA GPUs, and has been compiled for them, but not run.
 """
 
 from functools import partial

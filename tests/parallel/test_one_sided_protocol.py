@@ -1,4 +1,4 @@
-"""The GPUs' ring kernel, with every block of every device a thread: no keys are read before they are whole, or overwritten early.
+"""The GPUs' ring kernel, every block of every device a thread: keys are whole when read, and overwritten no earlier.
 
 What moves and attends is replaced by notes of whose keys lie where; waits and signals are the kernel's own.
 """
