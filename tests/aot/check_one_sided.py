@@ -155,6 +155,7 @@ def test_ring_compiles(kv_heads, dim, assembled):
     assert text.count('custom_call_target="mosaic_gpu_v2"') == 1
     assert "collective-permute" not in text
     (ptx,) = assembled()
-    assert ptx.count("cp.async.bulk.global.shared") == 7, "a put a step, by the copy engine"
+    puts = ptx.count("cp.async.bulk.global.shared")
+    assert puts and puts % 7 == 0, "by the copy engine, as many in each step but the last"
     assert "wgmma.mma_async" in ptx
     assert "red.release.sys.global.add" in ptx
