@@ -74,7 +74,8 @@ class MosaicPuts:
     """One-sided kernels for NVIDIA GPUs of one machine, Hopper's, in Pallas for Mosaic GPU. Experimental.
 
     They have been compiled for 8 H100 without a GPU (`tests/aot/check_one_sided.py`), and never run: nobody knows yet
-    whether they are right, or fast. The mesh holds all devices of the program, in order of their ids.
+    whether they are right, or fast. One process has all devices of the program, and the mesh has them in order of their
+    ids.
 
     Attributes:
         exchange_blocks: blocks that copy parts of an exchange.
@@ -105,6 +106,7 @@ class MosaicPuts:
         Raises:
             NotImplementedError: for rows that are not of half precision, numbers of queries or keys that are not
                 multiples of 64, and heads that are not of 64 or 128.
+            ValueError: for a single device.
         """
         if q.dtype.itemsize != 2 or q.shape[1] % 64 or kv.shape[2] % 64 or q.shape[3] not in (64, 128):
             raise NotImplementedError(
@@ -112,7 +114,9 @@ class MosaicPuts:
                 f" 128; got {q.dtype}{list(q.shape)} and {kv.shape[2]} keys. Use ring_attention."
             )
         if lax.axis_size(axis_name) < 2:
-            raise ValueError(f"MosaicPuts: a ring has at least 2 devices; got {lax.axis_size(axis_name)}.")
+            raise ValueError(
+                f"MosaicPuts: a ring has at least 2 devices; got {axis_name!r} of 1. Use a block attention."
+            )
         from parallel._one_sided_mosaic import Blocks, ring
 
         return ring(q, kv, axis_name, scale, Blocks(self.put_blocks, self.attention_blocks))
