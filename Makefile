@@ -70,7 +70,7 @@ setup-aot:
 	$(MAKE) VENV=$(VENV_AOT) $(VENV_AOT)/.installed-aot
 
 aot: setup-aot
-	$(VENV_AOT)/bin/python -m pytest tests/aot/check_compiled.py
+	$(VENV_AOT)/bin/python -m pytest tests/aot/check_*.py
 	$(VENV_AOT)/bin/python -m experiments.aot_shipped --out docs/aot.json --figures docs/images
 
 wheel: setup-dev

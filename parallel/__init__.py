@@ -28,6 +28,11 @@ from parallel._mesh import REPLICA_AXIS as REPLICA_AXIS
 from parallel._mesh import SHARD_AXIS as SHARD_AXIS
 from parallel._mesh import check_machines as check_machines
 from parallel._mesh import data_mesh as data_mesh
+from parallel._one_sided import one_sided_all_to_all as one_sided_all_to_all
+from parallel._one_sided import one_sided_ring_attention as one_sided_ring_attention
+from parallel._one_sided_puts import MosaicPuts as MosaicPuts
+from parallel._one_sided_puts import Puts as Puts
+from parallel._one_sided_puts import SimulatedPuts as SimulatedPuts
 from parallel._online_softmax import Partial as Partial
 from parallel._packed_attention import XlaKernel as XlaKernel
 from parallel._packed_attention import packed_attention as packed_attention
@@ -54,6 +59,7 @@ from parallel._torus_attention import torus_attention as torus_attention
 from parallel._ulysses_attention import ulysses_attention as ulysses_attention
 from parallel._ulysses_attention import usp_attention as usp_attention
 from parallel._uniform_attention import uniform_attention as uniform_attention
+from parallel._zero_copy import zero_copy_options as zero_copy_options
 
 __all__ = [
     "DATA_AXES",
@@ -71,6 +77,7 @@ __all__ = [
     "HeadGroup",
     "JointOutput",
     "KernelTiles",
+    "MosaicPuts",
     "PackedBlockAttention",
     "PackedKernel",
     "PackedOutput",
@@ -80,8 +87,10 @@ __all__ = [
     "Partial",
     "Placement",
     "PlatformBlockAttention",
+    "Puts",
     "ReplicatedText",
     "Route",
+    "SimulatedPuts",
     "Tiles",
     "TokenRoutes",
     "XlaBlockAttention",
@@ -95,6 +104,8 @@ __all__ = [
     "expand_tokens",
     "gather_leaf",
     "make_balanced_attention",
+    "one_sided_all_to_all",
+    "one_sided_ring_attention",
     "packed_attention",
     "pad_sequence",
     "ring_attention",
@@ -106,4 +117,5 @@ __all__ = [
     "uniform_attention",
     "unpad_sequence",
     "usp_attention",
+    "zero_copy_options",
 ]
