@@ -45,7 +45,7 @@ def test_code(name):
 
 def test_all_names_of_sequence_parallelism_are_described():
     text = (DOCS / "sequence_parallel.md").read_text()
-    topics = r"(parallel|solver)\._(sequence|ring|torus|ulysses|block|online)"
+    topics = r"(parallel|solver)\._(sequence|ring|torus|ulysses|block|online|one_sided|zero_copy)"
     names = {
         name
         for package in (parallel, solver)
