@@ -132,7 +132,7 @@ def test_placements_of_the_mesh_builder(placement, machines, per_machine):
     ids=["torus", "usp", "ring"],
 )
 def test_ids_travel_as_int32(attention, shape):
-    """Gathered, those of queries and of keys, by Torus; passed on beside their keys in a ring, also for its gradient."""
+    """Gathered by Torus, those of queries and of keys; passed on beside their keys in a ring, also for its gradient."""
     machines, ulysses, ring = shape
     rows = Rows()
     without, beside = (sent(attention, shape, replace(rows, ids=ids), gradient=True) for ids in (False, True))

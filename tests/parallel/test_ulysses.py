@@ -19,6 +19,7 @@ from tests.parallel.sequence_cases import (
     check,
     check_poison,
     check_replicated_keys,
+    combinations,
     draw,
     errors,
     lowered_text,
@@ -80,10 +81,7 @@ def test_lengths(case):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("segments", [0, 3])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("text", [None, 1, 77])
+@pytest.mark.parametrize(("size", "segments", "causal", "text"), combinations([2, 3, 4, 8]))
 def test_every_combination(size, segments, causal, text):
     check(ULYSSES, mesh_of(x=size), "x", Case(2, 3, kv_heads=2, segments=segments, causal=causal, text=text))
 
