@@ -80,10 +80,10 @@ class Ring:
 
     def attend(self, queries: Queries, keys: Keys) -> Partial:
         """Of these queries to these keys, here; nothing is computed if all keys come after all queries."""
-        mask = mask_of(queries, keys)
+        (k, v), mask = keys.kv, mask_of(queries, keys)
 
         def compute() -> Partial:
-            return block_forward(self.block, queries.q, *keys.kv, mask, self.scale)
+            return block_forward(self.block, queries.q, k, v, mask, self.scale)
 
         return _if_any_attends(mask, compute, lambda: empty_partial(queries.q))
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -225,6 +226,30 @@ def _poisoned(case: Case, arrays: Arrays, value: float) -> Arrays:
         text=tuple(poison(x, arrays.text_ids) for x in arrays.text),
         d_text=poison(arrays.d_text, arrays.text_ids),
     )
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Plain blocks that tell whenever one is computed."""
+
+    tell: Callable[[str], None]
+
+    def forward(self, *args):
+        jax.debug.callback(partial(self.tell, "forward"))
+        return BLOCK.forward(*args)
+
+    def backward(self, *args):
+        jax.debug.callback(partial(self.tell, "backward"))
+        return BLOCK.backward(*args)
+
+
+def computed_blocks(attention: Callable[..., Any], mesh: Any, axes: Any, case: Case) -> Counter[str]:
+    """How many blocks all devices compute, forward and backward, beside `check`."""
+    computed: Counter[str] = Counter()
+    case = replace(case, block=Counted(lambda name: computed.update([name])))
+    check(attention, mesh, axes, case)
+    jax.effects_barrier()
+    return computed
 
 
 def errors(attention: Callable[..., Any], mesh: Any, axes: Any, case: Case) -> list[float]:

@@ -1,8 +1,5 @@
 """Ring attention against the whole sequence on one device: values, gradients, what moves, what is not computed."""
 
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -26,6 +23,7 @@ from tests.parallel.sequence_cases import (
     check_poison,
     check_replicated_keys,
     combinations,
+    computed_blocks,
     draw,
     errors,
     lowered_text,
@@ -184,28 +182,10 @@ def test_nothing_has_the_length_of_the_sequence():
     assert "23,23" not in text
 
 
-@dataclass(frozen=True)
-class Counted:
-    """Plain blocks that tell whenever one is computed."""
-
-    tell: Callable[[str], None]
-
-    def forward(self, *args):
-        jax.debug.callback(partial(self.tell, "forward"))
-        return BLOCK.forward(*args)
-
-    def backward(self, *args):
-        jax.debug.callback(partial(self.tell, "backward"))
-        return BLOCK.backward(*args)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_blocks_that_a_causal_mask_hides_are_not_computed(causal):
     """Of R^2 blocks R (R + 1) / 2 are left; for the gradient each device's own one is in two halves."""
     size = 4
-    computed: Counter[str] = Counter()
-    case = Case(q_loc=4, k_loc=4, causal=causal, block=Counted(lambda name: computed.update([name])))
-    check(RING, mesh_of(x=size), "x", case)
-    jax.effects_barrier()
+    computed = computed_blocks(RING, mesh_of(x=size), "x", Case(q_loc=4, k_loc=4, causal=causal))
     blocks = size * (size + 1) // 2 if causal else size * size
     assert computed == {"forward": blocks, "backward": blocks + size}

@@ -13,6 +13,7 @@ from tests.parallel.sequence_cases import (
     check_poison,
     check_replicated_keys,
     combinations,
+    computed_blocks,
     errors,
     mesh_of,
 )
@@ -51,6 +52,12 @@ def test_packed_causal_with_text_and_grouped_heads(shape):
 def test_every_combination(shape, segments, causal, text):
     case = Case(2, 3, heads=6, kv_heads=2, segments=segments, causal=causal, text=text)
     check(TORUS, mesh_of(m=shape[0], u=shape[1], r=shape[2]), ORDER, case)
+
+
+def test_blocks_that_a_causal_mask_hides_are_not_computed():
+    """Every device has the queries and keys of N machines: N (N + 1) / 2 pairs are left of N^2."""
+    computed = computed_blocks(TORUS, mesh_of(m=3, u=1, r=1), ORDER, Case(heads=3, kv_heads=3, causal=True))
+    assert computed == {"forward": 3 * 6, "backward": 3 * 6}
 
 
 @pytest.mark.full
