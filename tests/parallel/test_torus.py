@@ -5,9 +5,10 @@ from functools import partial
 import jax.numpy as jnp
 import pytest
 
-from parallel import RING_AXES, ULYSSES_AXES, Placement, sequence_mesh, torus_attention
+from parallel import RING_AXES, ULYSSES_AXES, PackedBlockAttention, Placement, sequence_mesh, torus_attention
 from parallel._torus_backward import backward_steps
 from tests.parallel.sequence_cases import (
+    BLOCK,
     Case,
     check,
     check_poison,
@@ -81,9 +82,16 @@ def test_axes_of_the_mesh_builder():
     check(attention, mesh, (ULYSSES_AXES[0], *RING_AXES, ULYSSES_AXES[1]), Case(causal=True))
 
 
-@pytest.mark.full
-def test_a_poisoned_segment_changes_no_other():
-    check_poison(TORUS, mesh_of(m=2, u=1, r=2), ORDER, Case(segments=3, text=4))
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(BLOCK, marks=pytest.mark.full),
+        pytest.param(PackedBlockAttention(block=4), marks=pytest.mark.full),
+    ],
+    ids=["xla", "packed rows"],
+)
+def test_a_poisoned_segment_changes_no_other(block):
+    check_poison(TORUS, mesh_of(m=2, u=1, r=2), ORDER, Case(segments=3, text=4, block=block))
 
 
 def test_replicated_keys():

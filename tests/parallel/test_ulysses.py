@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from parallel import pad_sequence, ulysses_attention, unpad_sequence
+from parallel import PackedBlockAttention, pad_sequence, ulysses_attention, unpad_sequence
 from parallel._all_to_all import HeadSplit
 from tests.oracles import close
 from tests.oracles_sequence import joint_attention
@@ -98,8 +98,13 @@ def test_groups_of_heads_that_share_keys():
     check(partial(ULYSSES, head_groups=2), mesh_of(x=4), "x", case)
 
 
-def test_a_poisoned_segment_changes_no_other():
-    check_poison(ULYSSES, mesh_of(x=4), "x", Case(segments=3, text=4))
+@pytest.mark.parametrize(
+    "block",
+    [BLOCK, pytest.param(PackedBlockAttention(block=4), marks=pytest.mark.full)],
+    ids=["xla", "packed rows"],
+)
+def test_a_poisoned_segment_changes_no_other(block):
+    check_poison(ULYSSES, mesh_of(x=4), "x", Case(segments=3, text=4, block=block))
 
 
 def test_replicated_keys():

@@ -5,8 +5,9 @@ from functools import partial
 import jax.numpy as jnp
 import pytest
 
-from parallel import RING_AXES, ULYSSES_AXES, Placement, sequence_mesh, usp_attention
+from parallel import RING_AXES, ULYSSES_AXES, PackedBlockAttention, Placement, sequence_mesh, usp_attention
 from tests.parallel.sequence_cases import (
+    BLOCK,
     Case,
     check,
     check_poison,
@@ -58,8 +59,13 @@ def test_both_placements_on_two_machines_of_four(placement):
     check(attention, mesh, (*RING_AXES, *ULYSSES_AXES), Case(causal=True))
 
 
-def test_a_poisoned_segment_changes_no_other():
-    check_poison(USP, mesh_of(r=2, u=2), ORDER, Case(segments=3, text=4))
+@pytest.mark.parametrize(
+    "block",
+    [BLOCK, pytest.param(PackedBlockAttention(block=4), marks=pytest.mark.full)],
+    ids=["xla", "packed rows"],
+)
+def test_a_poisoned_segment_changes_no_other(block):
+    check_poison(USP, mesh_of(r=2, u=2), ORDER, Case(segments=3, text=4, block=block))
 
 
 def test_replicated_keys():
