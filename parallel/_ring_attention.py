@@ -4,13 +4,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from parallel._block_attention import BlockAttention, BlockMask, local_attention
-from parallel._block_platform import PlatformBlockAttention
 from parallel._routes import AxisName
 from parallel._sequence_inputs import (
     Inputs,
     JointOutput,
     ReplicatedText,
     SegmentIds,
+    block_or_default,
     check_inputs,
 )
 from parallel._torus_parts import Ids, Outputs, Rows, Torus
@@ -37,7 +37,8 @@ def ring_attention(
 
     Communication of each of R devices: R - 1 permutes of k and v, (R - 1) 2 b k_loc h_kv d elements, each hidden
     by the attention to the keys that are there already; for the gradient R (1 if R = 2) of the same and R - 1 of the
-    gradients of k and v in float32. Memory is O(l_loc), also for the gradient; partial results are float32.
+    gradients of k and v in float32. Ids of keys go with them, int32. Memory is O(l_loc), also for the gradient; partial
+    results are float32.
 
     Text of a joint text and image attention is either a part of the sequence like any other,
 
@@ -54,7 +55,8 @@ def ring_attention(
         segment_ids: of the device's rows, (b, l_loc), or (query ids, key ids): rows attend to keys of their id. At
             most 0 = padding, whose output is zero. `pad_sequence` makes any length divisible with them.
         causal: queries attend to keys that are not behind them; tokens are numbered along the axis, those of the text
-            before all others. The devices at the axis' end have more work than those at its start.
+            before all others. A device skips the keys of others that are all behind its queries: those at the axis' end
+            have more work than those at its start.
         text: text that is the same on all devices.
         keys_replicated: k and v are short and the same on all devices (cross-attention): nothing moves. Their gradients
             are each device's share.
@@ -66,9 +68,9 @@ def ring_attention(
 
     Raises:
         TypeError: for rows that are not floating point or of several dtypes, ids that are no signed integers, a scale
-            that is traced or no number.
-        ValueError: for an axis that is missing, not manual, or given twice; shapes that disagree; a text without ids
-            beside rows that have them; replicated keys with `text` or `causal`.
+            that is traced or no number, a `block_attention` that is none.
+        ValueError: for an axis that is missing, not manual, or given twice; shapes that disagree or have a 0; a text
+            without ids beside rows that have them; replicated keys with `text` or `causal`.
         NotImplementedError: for a second derivative.
 
     Reference: Liu et al., Ring Attention with Blockwise Transformers, 2023. Here the gradient's first and last
@@ -77,7 +79,7 @@ def ring_attention(
     name = "ring_attention"
     axes = {"axis_name": axis_name}
     inputs = check_inputs(name, axes, (q, k, v), segment_ids=segment_ids, text=text, scale=scale)
-    block = block_attention or PlatformBlockAttention()
+    block = block_or_default(name, block_attention)
     if keys_replicated:
         return attend_replicated(name, inputs, block, causal=causal)
     torus = Torus((), axis_name, block, inputs.scale, causal)

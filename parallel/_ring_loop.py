@@ -10,10 +10,14 @@ The gradient sends keys round again, and behind them the gradients of these keys
     own queries, second half  |  gradients of own keys come home
 
 so nothing waits for the first or the last permute either.
+
+Under a causal mask a device computes no block whose keys all come after its queries, in both directions; what moves is
+the same.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -75,20 +79,48 @@ class Ring:
         return lax.axis_size(self.axis_name)
 
     def attend(self, queries: Queries, keys: Keys) -> Partial:
-        """Of these queries to these keys, here."""
-        k, v = keys.kv
-        return block_forward(self.block, queries.q, k, v, mask_of(queries, keys), self.scale)
+        """Of these queries to these keys, here; nothing is computed if all keys come after all queries."""
+        (k, v), mask = keys.kv, mask_of(queries, keys)
+
+        def compute() -> Partial:
+            return block_forward(self.block, queries.q, k, v, mask, self.scale)
+
+        return _if_any_attends(mask, compute, lambda: empty_partial(queries.q))
 
     def gradients(self, queries: Queries, attended: Attended, keys: Keys) -> Gradients:
         """What these queries and these keys contribute to each other's gradients."""
-        k, v = keys.kv
-        dq, dk, dv = self.block.backward(queries.q, k, v, attended, mask_of(queries, keys), self.scale)
-        return Gradients(dq.astype(jnp.float32), jnp.stack([dk, dv]).astype(jnp.float32))
+        (k, v), mask = keys.kv, mask_of(queries, keys)
+
+        def compute() -> Gradients:
+            dq, dk, dv = self.block.backward(queries.q, k, v, attended, mask, self.scale)
+            return Gradients(dq.astype(jnp.float32), jnp.stack([dk, dv]).astype(jnp.float32))
+
+        def nothing() -> Gradients:
+            return Gradients(*(jnp.zeros_like(x, dtype=jnp.float32) for x in (queries.q, keys.kv)))
+
+        return _if_any_attends(mask, compute, nothing)
 
 
 def mask_of(queries: Queries, keys: Keys) -> BlockMask:
     """The mask between queries and keys."""
     return BlockMask(queries.ids, keys.ids, queries.positions, keys.positions)
+
+
+_Result = TypeVar("_Result", Partial, Gradients)
+
+
+def _if_any_attends(
+    mask: BlockMask, compute: Callable[[], _Result], nothing: Callable[[], _Result]
+) -> _Result:
+    """A block's result, or `nothing` without computing it where every key comes after every query.
+
+    No collective stands in a branch, for devices take different ones.
+    """
+    if mask.q_positions is None or mask.kv_positions is None:
+        return compute()
+    ends = jnp.iinfo(jnp.int32)
+    last, first = mask.q_positions.max(initial=ends.min), mask.kv_positions.min(initial=ends.max)
+    return lax.cond(last >= first, compute, nothing)
 
 
 def ring_forward(ring: Ring, queries: Queries, keys: Keys, start: Partial | None = None) -> Partial:

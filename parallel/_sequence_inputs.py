@@ -1,6 +1,6 @@
 """What the sequence-parallel attentions have in common: their arguments, checked once, when they are traced."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from parallel._routes import AxisName
+from parallel._block_attention import BlockAttention
+from parallel._block_platform import PlatformBlockAttention
 
 
 class ReplicatedText(NamedTuple):
@@ -77,11 +78,11 @@ class Inputs(NamedTuple):
 
 def check_inputs(
     name: str,
-    axes: Mapping[str, AxisName],
+    axes: Mapping[str, Any],
     qkv: tuple[Any, Any, Any],
     *,
-    segment_ids: SegmentIds | None,
-    text: ReplicatedText | None,
+    segment_ids: Any,
+    text: Any,
     scale: Any,
 ) -> Inputs:
     """The arguments of function `name`, checked, and the axes that share a sequence.
@@ -90,10 +91,10 @@ def check_inputs(
     of `shard_map(check_vma=True)`, and nothing otherwise.
 
     Raises:
-        TypeError: for rows that are no floating point numbers or of several dtypes, ids that are no signed integers, or
-            a scale that is traced or no number.
-        ValueError: if shapes disagree; for a text without ids beside a sequence that has them; and for axes that are
-            missing, not manual, or given twice.
+        TypeError: for rows that are no floating point numbers or of several dtypes, ids that are no signed integers, a
+            text that is no `ReplicatedText`, or a scale that is traced or no number.
+        ValueError: if shapes disagree or have a 0; for a text without ids beside a sequence that has them; and for axes
+            that are missing, not manual, or given twice.
     """
     names = _check_axes(name, axes)
     q, k, v = (jnp.asarray(x) for x in qkv)
@@ -122,12 +123,16 @@ def _as_varying(x: Array, axes: Iterable[Any]) -> Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def _check_axes(name: str, axes: Mapping[str, AxisName]) -> tuple[Any, ...]:
+def _check_axes(name: str, axes: Mapping[str, Any]) -> tuple[Any, ...]:
     """The axes in order: of an enclosing `shard_map`, each once."""
     seen: dict[Any, str] = {}
     mesh = jax.sharding.get_abstract_mesh()
     for argument, axis in axes.items():
         for one in axis if isinstance(axis, tuple) else (axis,):
+            if not isinstance(one, Hashable):
+                raise TypeError(
+                    f"{name}: {argument} is a name or a tuple of names; got a {type(one).__name__}. Use a tuple."
+                )
             try:
                 lax.axis_size(one)
             except NameError as error:
@@ -145,7 +150,7 @@ def _check_axes(name: str, axes: Mapping[str, AxisName]) -> tuple[Any, ...]:
     return tuple(seen)
 
 
-def _check_rows(name: str, what: str, q: Array, k: Array, v: Array) -> None:
+def _check_rows(name: str, what: str, q: Array, k: Array, v: Array, *, may_be_empty: bool = False) -> None:
     if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (q, k, v)) or not q.dtype == k.dtype == v.dtype:
         raise TypeError(
             f"{name}: {what} are floating point, of one dtype; got {q.dtype}, {k.dtype} and {v.dtype}. Cast them."
@@ -159,14 +164,18 @@ def _check_rows(name: str, what: str, q: Array, k: Array, v: Array) -> None:
         raise ValueError(
             f"{name}: {what} have one batch and head_dim, and v the shape of k; got {q.shape}, {k.shape} and {v.shape}."
         )
-    if not k.shape[2] or q.shape[2] % k.shape[2]:
+    if 0 in (*q.shape[::2], *k.shape[::2], q.shape[3]) or not (may_be_empty or q.shape[1] * k.shape[1]):
+        raise ValueError(
+            f"{name}: {what} have no axis of size 0; got {q.shape} and {k.shape}. Pad the rows (pad_sequence)."
+        )
+    if q.shape[2] % k.shape[2]:
         raise ValueError(
             f"{name}: heads of keys divide those of queries; got q={q.shape[2]}, k={k.shape[2]} heads. Repeat heads of"
             " k and v."
         )
 
 
-def _id_pair(name: str, segment_ids: SegmentIds | None, q: Array, k: Array) -> tuple[Array, Array] | None:
+def _id_pair(name: str, segment_ids: Any, q: Array, k: Array) -> tuple[Array, Array] | None:
     if segment_ids is None:
         return None
     pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
@@ -193,9 +202,11 @@ def _check_ids(name: str, what: str, ids: Any, rows: Array) -> Array:
     return ids.astype(jnp.int32)
 
 
-def _check_text(name: str, text: ReplicatedText, q: Array, k: Array, *, has_ids: bool) -> ReplicatedText:
+def _check_text(name: str, text: Any, q: Array, k: Array, *, has_ids: bool) -> ReplicatedText:
+    if not isinstance(text, ReplicatedText):
+        raise TypeError(f"{name}: text is a ReplicatedText(q, k, v); got a {type(text).__name__}.")
     text = jax.tree.map(jnp.asarray, text)
-    _check_rows(name, "the text's q, k and v", text.q, text.k, text.v)
+    _check_rows(name, "the text's q, k and v", text.q, text.k, text.v, may_be_empty=True)
     for mine, of in ((text.q, q), (text.k, k)):
         if mine.dtype != of.dtype or (mine.shape[0], *mine.shape[2:]) != (of.shape[0], *of.shape[2:]):
             raise ValueError(
@@ -216,6 +227,22 @@ def _check_text(name: str, text: ReplicatedText, q: Array, k: Array, *, has_ids:
             " each token the id of its sequence (1 if padding is all that segment_ids mark)."
         )
     return text._replace(segment_ids=jnp.zeros(text.q.shape[:2], jnp.int32) if has_ids else None)
+
+
+def block_or_default(name: str, block: Any) -> BlockAttention:
+    """The block attention that was given, or that of the platform.
+
+    Raises:
+        TypeError: if it is no `BlockAttention`.
+    """
+    if block is None:
+        return PlatformBlockAttention()
+    if isinstance(block, type) or not isinstance(block, BlockAttention):
+        raise TypeError(
+            f"{name}: block_attention is an object with forward and backward (BlockAttention); got a"
+            f" {type(block).__name__}. Wrap a function in DifferentiableAttention."
+        )
+    return block
 
 
 def _static_scale(name: str, scale: Any, head_dim: int) -> float:

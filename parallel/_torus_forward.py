@@ -90,12 +90,17 @@ class _Sums:
         self.keys[k] = self.keys[k]._replace(kv=arrived)
         following = self._keys_of(k + 1)
         some = slice(1 if following is None else 0, None)
-        queries, start = _joined(self.queries[some]), _joined_sums(self.sums[some])
-        total = ring_forward(self.torus.ring, queries, self.keys[k], start)
-        total, following = lax.optimization_barrier((total, following))
-        self.sums[some] = _parted(total, len(self.sums[some]))
+        sums = self._attend_to(self.keys[k], some)
+        self.sums[some], following = lax.optimization_barrier((sums, following))
         if following is not None:
             self.keys.append(self.of_part.keys(k + 1, following))
+
+    def _attend_to(self, keys: Keys, some: slice) -> list[Partial]:
+        """Of some parts of the queries: as one block; each alone where a causal mask may spare it and no ring moves."""
+        ring, queries, sums = self.torus.ring, self.queries[some], self.sums[some]
+        if self.torus.causal and ring.size == 1:
+            return [ring_forward(ring, q, keys, start) for q, start in zip(queries, sums, strict=True)]
+        return _parted(ring_forward(ring, _joined(queries), keys, _joined_sums(sums)), len(sums))
 
     def push_outputs(self, dtype: jnp.dtype) -> list[Array]:
         """Outputs to where they belong, while own queries attend to the last keys."""

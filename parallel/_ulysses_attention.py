@@ -10,7 +10,6 @@ from jaxtyping import Array, Float
 
 from parallel._all_to_all import HeadSplit, all_heads, all_rows, own_heads, rows_to_heads, to_sequence
 from parallel._block_attention import BlockAttention
-from parallel._block_platform import PlatformBlockAttention
 from parallel._ring_attention import attend, attend_replicated, ids_of
 from parallel._routes import AxisName
 from parallel._sequence_inputs import (
@@ -18,6 +17,7 @@ from parallel._sequence_inputs import (
     JointOutput,
     ReplicatedText,
     SegmentIds,
+    block_or_default,
     check_inputs,
 )
 from parallel._torus_parts import Ids, Rows, Torus
@@ -68,7 +68,8 @@ def ulysses_attention(
     inputs = check_inputs(
         "ulysses_attention", axes, (q, k, v), segment_ids=segment_ids, text=text, scale=scale
     )
-    options = Options("ulysses_attention", causal, keys_replicated, head_groups, block_attention)
+    block = block_or_default("ulysses_attention", block_attention)
+    options = Options("ulysses_attention", causal, keys_replicated, head_groups, block)
     return attend_by_heads(inputs, options, Axes(ulysses=axis_name))
 
 
@@ -113,7 +114,8 @@ def usp_attention(
     """
     axes = {"ulysses_axis": ulysses_axis, "ring_axis": ring_axis}
     inputs = check_inputs("usp_attention", axes, (q, k, v), segment_ids=segment_ids, text=text, scale=scale)
-    options = Options("usp_attention", causal, keys_replicated, head_groups, block_attention)
+    block = block_or_default("usp_attention", block_attention)
+    options = Options("usp_attention", causal, keys_replicated, head_groups, block)
     return attend_by_heads(inputs, options, Axes(ulysses=ulysses_axis, ring=ring_axis))
 
 
@@ -125,7 +127,7 @@ class Options:
     causal: bool
     keys_replicated: bool
     head_groups: int
-    block_attention: BlockAttention | None
+    block: BlockAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +154,11 @@ def attend_by_heads(inputs: Inputs, options: Options, axes: Axes) -> Array | Joi
     Raises:
         ValueError: for replicated keys with text or a causal mask, and head groups that are too many.
     """
-    block = options.block_attention or PlatformBlockAttention()
     if options.keys_replicated:
-        return attend_replicated(options.name, inputs, block, causal=options.causal)
+        return attend_replicated(options.name, inputs, options.block, causal=options.causal)
     split = HeadSplit(inputs.q.shape[2], inputs.k.shape[2], lax.axis_size(axes.heads))
     _check_groups(options, split)
-    torus = Torus(axes.machine, axes.ring, block, inputs.scale, options.causal)
+    torus = Torus(axes.machine, axes.ring, options.block, inputs.scale, options.causal)
     ids = ids_of(inputs)
     ids = Ids(all_rows(ids.q, axes.ulysses), all_rows(ids.kv, axes.ulysses), ids.text)
     rows = _spread_rows(inputs, split, axes.heads)

@@ -1,6 +1,5 @@
-"""Ring attention against the whole sequence on one device: values, gradients, what moves, what it refuses."""
+"""Ring attention against the whole sequence on one device: values, gradients, what moves, what is not computed."""
 
-import inspect
 from functools import partial
 
 import jax
@@ -9,13 +8,22 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from parallel import DifferentiableAttention, ReplicatedText, XlaBlockAttention, ring_attention
+from parallel import (
+    DifferentiableAttention,
+    KernelTiles,
+    PackedBlockAttention,
+    PallasKernel,
+    XlaBlockAttention,
+    ring_attention,
+)
 from tests.parallel.sequence_cases import (
     BLOCK,
     Case,
     check,
     check_poison,
     check_replicated_keys,
+    combinations,
+    computed_blocks,
     draw,
     errors,
     lowered_text,
@@ -23,10 +31,9 @@ from tests.parallel.sequence_cases import (
     moves,
     program,
 )
-from tests.parallel.test_block_attention import plain
+from tests.parallel.test_block_attention import TILES, plain
 
-# As users call it: without the run-time type checker of the tests.
-UNTYPED = partial(inspect.unwrap(ring_attention), axis_name="x")
+INTERPRETED = PallasKernel(KernelTiles(TILES, TILES, TILES), interpret=True)
 RING = partial(ring_attention, axis_name="x")
 ALL = Case(segments=3, causal=True, text=5, kv_heads=2)
 
@@ -55,10 +62,7 @@ def test_lengths(case):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("segments", [0, 3])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("text", [None, 1, 77])
+@pytest.mark.parametrize(("size", "segments", "causal", "text"), combinations([2, 3, 4, 8]))
 def test_every_combination(size, segments, causal, text):
     check(RING, mesh_of(x=size), "x", Case(2, 3, kv_heads=2, segments=segments, causal=causal, text=text))
 
@@ -91,8 +95,22 @@ def test_an_axis_beside_it_holds_other_sequences():
     np.testing.assert_allclose(jax.jit(run)(*arrays.qkv), jax.jit(alone)(*arrays.qkv), rtol=1e-6, atol=1e-6)
 
 
-def test_a_poisoned_segment_changes_no_other():
-    check_poison(RING, mesh_of(x=4), "x", Case(segments=3, text=4))
+@pytest.mark.parametrize(
+    "block",
+    [
+        BLOCK,
+        PackedBlockAttention(block=4),
+        pytest.param(PackedBlockAttention(INTERPRETED, block=16), marks=pytest.mark.full),
+    ],
+    ids=["xla", "packed rows", "triton rows, interpreted"],
+)
+def test_a_poisoned_segment_changes_no_other(block):
+    check_poison(RING, mesh_of(x=4), "x", Case(segments=3, text=4, block=block))
+
+
+@pytest.mark.full
+def test_a_poisoned_segment_changes_no_other_where_a_mask_is_causal():
+    check_poison(RING, mesh_of(x=4), "x", Case(segments=3, text=4, causal=True))
 
 
 def test_replicated_keys():
@@ -108,13 +126,23 @@ def test_a_function_of_the_user_serves():
     check(attention, mesh_of(x=2), "x", Case(segments=2, causal=True))
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_bfloat16_errors_do_not_grow_with_the_ring(size):
-    """At most twice those of one device, values and gradients."""
-    case = Case(q_loc=64 // size, k_loc=64 // size, batch=1, dim=8, dtype=jnp.bfloat16)
-    alone = Case(q_loc=64, k_loc=64, batch=1, dim=8, dtype=jnp.bfloat16)
+ONLY_IN_FULL = [pytest.param(size, marks=pytest.mark.full) for size in (1, 3, 5, 6, 7)]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, *ONLY_IN_FULL])
+@pytest.mark.parametrize(
+    "masks",
+    [{}, pytest.param({"segments": 3, "causal": True}, marks=pytest.mark.full)],
+    ids=["all", "packed and causal"],
+)
+def test_bfloat16_errors_do_not_grow_with_the_ring(size, masks):
+    """At most twice those of one device, values and gradients, of 840 rows."""
+    alone, shared = (
+        Case(q_loc=840 // n, k_loc=840 // n, heads=2, kv_heads=2, batch=1, dim=8, dtype=jnp.bfloat16, **masks)
+        for n in (1, size)
+    )
     one = errors(RING, mesh_of(x=1), "x", alone)
-    for error, base in zip(errors(RING, mesh_of(x=size), "x", case), one, strict=True):
+    for error, base in zip(errors(RING, mesh_of(x=size), "x", shared), one, strict=True):
         assert error <= 2 * base, (error, base)
 
 
@@ -154,73 +182,10 @@ def test_nothing_has_the_length_of_the_sequence():
     assert "23,23" not in text
 
 
-def in_map(function, *args, mesh=None, **options):
-    spec = P(None, "x")
-    options = {"in_specs": spec, "out_specs": spec, "check_vma": False, **options}
-    mapped = jax.shard_map(function, mesh=mesh or mesh_of(x=2, y=2), **options)
-    return jax.eval_shape(mapped, *args)
-
-
-def ones(*shape, dtype=jnp.float32):
-    return jnp.ones(shape, dtype)
-
-
-def test_bad_input():
-    q = ones(2, 4, 4, 8)
-    integers, ids = ones(2, 4, 4, 8, dtype=jnp.int32), ones(2, 4, dtype=jnp.int32)
-    text = ReplicatedText(*(ones(2, 3, 4, 8),) * 3)
-    in_map(RING, q, q, ones(2, 4, 4, 8))  # the last good one
-    for message, args, options in (
-        (r"q, k and v have one batch.*v the shape of k; got \(2, 2, 4, 8\)", (q, q, ones(2, 4, 4, 4)), {}),
-        (r"\(batch, length, heads, head_dim\)", (q, q, ones(2, 4, 4)), {}),
-        (r"heads of keys divide.*got q=4, k=3 heads", (q, ones(2, 4, 3, 8), ones(2, 4, 3, 8)), {}),
-        (
-            r"segment_ids of k are.*got \(2, 2\) for rows \(2, 4",
-            (q, ones(2, 8, 4, 8), ones(2, 8, 4, 8), ids),
-            {},
-        ),
-        (r"text has batch.*got float32\[2, 3, 4, 8\]", (ones(2, 4, 2, 8),) * 3, {"text": text}),
-        (r"text beside rows with segment_ids", (q, q, q, ids), {"text": text}),
-        (r"replicated keys.*got causal=True", (q, q, q), {"keys_replicated": True, "causal": True}),
-    ):
-
-        def call(*args, options=options):
-            found = UNTYPED(*args[:3], segment_ids=args[3] if len(args) > 3 else None, **options)
-            return found.out if "text" in options else found
-
-        with pytest.raises(ValueError, match="ring_attention: .*" + message):
-            in_map(call, *args)
-    for message, args, options in (
-        (r"floating point, of one dtype; got int32", (integers, q, q), {}),
-        (
-            r"floating point, of one dtype; got float32, float32 and bfloat16",
-            (q, q, q.astype(jnp.bfloat16)),
-            {},
-        ),
-        (r"segment_ids of q are signed integers; got uint32", (q, q, q, ids.astype(jnp.uint32)), {}),
-        (r"scale is a number; got a str", (q, q, q), {"scale": "one"}),
-    ):
-        with pytest.raises(TypeError, match="ring_attention: .*" + message):
-            in_map(
-                lambda *args, options=options: UNTYPED(
-                    *args[:3], segment_ids=args[3] if len(args) > 3 else None, **options
-                ),
-                *args,
-            )
-    with pytest.raises(TypeError, match="scale is a static number; got a traced one"):
-        in_map(lambda q: UNTYPED(q, q, q, scale=q[0, 0, 0, 0]), q)
-
-
-def test_axes_that_are_not_manual():
-    q = ones(2, 4, 4, 8)
-    missing = (
-        r"ring_attention: axis_name is a manual axis.*got 'z', with mesh axes \('x', 'y'\), of them manual"
-    )
-    with pytest.raises(ValueError, match=missing):
-        in_map(lambda q: ring_attention(q, q, q, axis_name="z"), q)
-    with pytest.raises(ValueError, match=r"got 'y', .* of them manual \('x',\)"):
-        in_map(lambda q: ring_attention(q, q, q, axis_name="y"), q, axis_names={"x"})
-    with pytest.raises(ValueError, match=r"got 'x', with mesh axes \(\)"):
-        RING(q, q, q)
-    with pytest.raises(ValueError, match=r"every axis has one part; got 'x' in axis_name and in axis_name"):
-        in_map(lambda q: ring_attention(q, q, q, axis_name=("x", "x")), q)
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_that_a_causal_mask_hides_are_not_computed(causal):
+    """Of R^2 blocks R (R + 1) / 2 are left; for the gradient each device's own one is in two halves."""
+    size = 4
+    computed = computed_blocks(RING, mesh_of(x=size), "x", Case(q_loc=4, k_loc=4, causal=causal))
+    blocks = size * (size + 1) // 2 if causal else size * size
+    assert computed == {"forward": blocks, "backward": blocks + size}

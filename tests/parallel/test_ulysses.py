@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from parallel import pad_sequence, ulysses_attention, unpad_sequence
+from parallel import PackedBlockAttention, pad_sequence, ulysses_attention, unpad_sequence
 from parallel._all_to_all import HeadSplit
 from tests.oracles import close
 from tests.oracles_sequence import joint_attention
@@ -19,6 +19,7 @@ from tests.parallel.sequence_cases import (
     check,
     check_poison,
     check_replicated_keys,
+    combinations,
     draw,
     errors,
     lowered_text,
@@ -80,10 +81,7 @@ def test_lengths(case):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("segments", [0, 3])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("text", [None, 1, 77])
+@pytest.mark.parametrize(("size", "segments", "causal", "text"), combinations([2, 3, 4, 8]))
 def test_every_combination(size, segments, causal, text):
     check(ULYSSES, mesh_of(x=size), "x", Case(2, 3, kv_heads=2, segments=segments, causal=causal, text=text))
 
@@ -100,8 +98,13 @@ def test_groups_of_heads_that_share_keys():
     check(partial(ULYSSES, head_groups=2), mesh_of(x=4), "x", case)
 
 
-def test_a_poisoned_segment_changes_no_other():
-    check_poison(ULYSSES, mesh_of(x=4), "x", Case(segments=3, text=4))
+@pytest.mark.parametrize(
+    "block",
+    [BLOCK, pytest.param(PackedBlockAttention(block=4), marks=pytest.mark.full)],
+    ids=["xla", "packed rows"],
+)
+def test_a_poisoned_segment_changes_no_other(block):
+    check_poison(ULYSSES, mesh_of(x=4), "x", Case(segments=3, text=4, block=block))
 
 
 def test_replicated_keys():

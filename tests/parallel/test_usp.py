@@ -2,17 +2,17 @@
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec as P
 
-from parallel import RING_AXES, ULYSSES_AXES, Placement, sequence_mesh, usp_attention
+from parallel import RING_AXES, ULYSSES_AXES, PackedBlockAttention, Placement, sequence_mesh, usp_attention
 from tests.parallel.sequence_cases import (
+    BLOCK,
     Case,
     check,
     check_poison,
     check_replicated_keys,
+    combinations,
     draw,
     errors,
     mesh_of,
@@ -36,13 +36,10 @@ def test_packed_causal_with_text_and_grouped_heads(ring, ulysses):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 2), (2, 4), (4, 2)])
-@pytest.mark.parametrize("segments", [0, 3])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("text", [None, 1, 77])
-def test_every_combination(ring, ulysses, segments, causal, text):
+@pytest.mark.parametrize(("shape", "segments", "causal", "text"), combinations([(2, 2), (2, 4), (4, 2)]))
+def test_every_combination(shape, segments, causal, text):
     case = Case(2, 3, heads=6, kv_heads=2, segments=segments, causal=causal, text=text)
-    check(USP, mesh_of(r=ring, u=ulysses), ORDER, case)
+    check(USP, mesh_of(r=shape[0], u=shape[1]), ORDER, case)
 
 
 @pytest.mark.full
@@ -62,8 +59,13 @@ def test_both_placements_on_two_machines_of_four(placement):
     check(attention, mesh, (*RING_AXES, *ULYSSES_AXES), Case(causal=True))
 
 
-def test_a_poisoned_segment_changes_no_other():
-    check_poison(USP, mesh_of(r=2, u=2), ORDER, Case(segments=3, text=4))
+@pytest.mark.parametrize(
+    "block",
+    [BLOCK, pytest.param(PackedBlockAttention(block=4), marks=pytest.mark.full)],
+    ids=["xla", "packed rows"],
+)
+def test_a_poisoned_segment_changes_no_other(block):
+    check_poison(USP, mesh_of(r=2, u=2), ORDER, Case(segments=3, text=4, block=block))
 
 
 def test_replicated_keys():
@@ -95,18 +97,3 @@ def test_what_moves_on_which_axis():
 @pytest.mark.parametrize("text", [0, 3])
 def test_shard_map_may_check_what_differs_between_devices(text):
     check(USP, mesh_of(r=2, u=2), ORDER, Case(segments=2, text=text, check_vma=True))
-
-
-def test_an_axis_given_twice():
-    q = jnp.ones((1, 4, 4, 4))
-    mapped = jax.shard_map(
-        lambda q: usp_attention(q, q, q, ulysses_axis=("u", "r"), ring_axis="r"),
-        mesh=mesh_of(r=2, u=2),
-        in_specs=P(None, ORDER),
-        out_specs=P(None, ORDER),
-        check_vma=False,
-    )
-    with pytest.raises(
-        ValueError, match=r"usp_attention: every axis has one part; got 'r' in ulysses_axis and in"
-    ):
-        jax.eval_shape(mapped, q)

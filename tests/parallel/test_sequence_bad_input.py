@@ -1,0 +1,250 @@
+"""What the sequence-parallel attentions refuse, when they are traced: each the same of all four."""
+
+import inspect
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from parallel import ReplicatedText, ring_attention, torus_attention, ulysses_attention, usp_attention
+from tests.parallel.sequence_cases import mesh_of
+
+# As users call them: without the run-time type checker of the tests.
+RING, ULYSSES, USP, TORUS = map(
+    inspect.unwrap, (ring_attention, ulysses_attention, usp_attention, torus_attention)
+)
+# With the arguments that name axes.
+CALLS = {
+    RING: ("axis_name",),
+    ULYSSES: ("axis_name",),
+    USP: ("ulysses_axis", "ring_axis"),
+    TORUS: ("machine_axis", "ulysses_axis", "ring_axis"),
+}
+every = pytest.mark.parametrize("attention", CALLS, ids=lambda x: x.__name__)
+
+
+def in_map(attention, *args, manual=("x", "y"), axes=("x", "y", ()), **options):
+    """Trace it over a mesh of axes x and y of two devices, with those names of axes in order."""
+    options = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, options)
+    options |= dict(zip(CALLS[attention], axes, strict=False))
+
+    def per_device(*args):
+        found = attention(*args, **options)
+        return found.out if hasattr(found, "out") else found
+
+    mapped = jax.shard_map(
+        per_device,
+        mesh=mesh_of(x=2, y=2),
+        in_specs=P(),
+        out_specs=P(None, manual),
+        axis_names=set(manual),
+        check_vma=False,
+    )
+    return jax.eval_shape(mapped, *args)
+
+
+def rows(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+Q = rows(2, 4, 4, 8)
+IDS = np.ones((2, 4), np.int32)
+
+
+def text_of(*shape, **options):
+    return ReplicatedText(*(np.ones(shape, np.float32),) * 3, **options)
+
+
+@every
+def test_the_last_good_ones(attention):
+    in_map(attention, Q, Q, Q)
+    in_map(
+        attention,
+        Q,
+        rows(2, 1, 2, 8),
+        rows(2, 1, 2, 8),
+        text=text_of(2, 0, 4, 8)._replace(
+            k=np.ones((2, 0, 2, 8), np.float32), v=np.ones((2, 0, 2, 8), np.float32)
+        ),
+    )
+    in_map(
+        attention,
+        Q,
+        Q,
+        Q,
+        segment_ids=IDS,
+        text=text_of(2, 3, 4, 8, segment_ids=IDS[:, :3]),
+        scale=np.float64(2),
+    )
+    in_map(attention, Q, Q, Q, axes=((), (), ()))
+
+
+@every
+@pytest.mark.parametrize(
+    ("message", "args", "options"),
+    [
+        (
+            r"one batch and head_dim, and v.*got \(2, 4, 4, 8\), \(2, 4, 4, 8\) and \(2, 4, 4, 4\)",
+            (Q, Q, rows(2, 4, 4, 4)),
+            {},
+        ),
+        (r"one batch and head_dim.*\(1, 4, 4, 8\)", (Q, rows(1, 4, 4, 8), rows(1, 4, 4, 8)), {}),
+        (r"\(batch, length, heads, head_dim\).*\(2, 4, 4\)", (Q, Q, rows(2, 4, 4)), {}),
+        (r"heads of keys divide.*got q=4, k=3 heads", (Q, rows(2, 4, 3, 8), rows(2, 4, 3, 8)), {}),
+        (r"no axis of size 0; got \(2, 0, 4, 8\)", (rows(2, 0, 4, 8), Q, Q), {}),
+        (r"no axis of size 0; .* and \(2, 0, 4, 8\)", (Q, rows(2, 0, 4, 8), rows(2, 0, 4, 8)), {}),
+        (r"no axis of size 0; got \(2, 4, 0, 8\)", (rows(2, 4, 0, 8), Q, Q), {}),
+        (r"no axis of size 0; .* and \(2, 4, 0, 8\)", (Q, rows(2, 4, 0, 8), rows(2, 4, 0, 8)), {}),
+        (r"no axis of size 0; got \(0, 4, 4, 8\)", (rows(0, 4, 4, 8),) * 3, {}),
+        (r"no axis of size 0; got \(2, 4, 4, 0\)", (rows(2, 4, 4, 0),) * 3, {}),
+        (
+            r"segment_ids of k are.*got \(2, 4\) for rows \(2, 8",
+            (Q, rows(2, 8, 4, 8), rows(2, 8, 4, 8)),
+            {"segment_ids": IDS},
+        ),
+        (r"segment_ids of q are.*got \(4,\)", (Q, Q, Q), {"segment_ids": IDS[0]}),
+        (r"segment_ids is one array, or a pair.*got 3 arrays", (Q, Q, Q), {"segment_ids": (IDS,) * 3}),
+        (
+            r"text has batch.*got float32\[2, 3, 4, 8\] beside",
+            (rows(2, 4, 2, 8),) * 3,
+            {"text": text_of(2, 3, 4, 8)},
+        ),
+        (
+            r"text has batch.*got float32\[2, 3, 4, 8\] beside bfloat16",
+            (rows(2, 4, 4, 8, dtype=jnp.bfloat16),) * 3,
+            {"text": text_of(2, 3, 4, 8)},
+        ),
+        (
+            r"the text's q and k have one length",
+            (Q, Q, Q),
+            {"text": text_of(2, 3, 4, 8)._replace(q=np.ones((2, 2, 4, 8), np.float32))},
+        ),
+        (r"text beside rows with segment_ids", (Q, Q, Q), {"segment_ids": IDS, "text": text_of(2, 3, 4, 8)}),
+        (
+            r"segment_ids of the text are.*got \(2, 4\) for rows \(2, 3",
+            (Q, Q, Q),
+            {"text": text_of(2, 3, 4, 8, segment_ids=IDS)},
+        ),
+        (r"replicated keys.*got causal=True", (Q, Q, Q), {"keys_replicated": True, "causal": True}),
+        (r"replicated keys.*text=yes", (Q, Q, Q), {"keys_replicated": True, "text": text_of(2, 3, 4, 8)}),
+    ],
+)
+def test_shapes(attention, message, args, options):
+    with pytest.raises(ValueError, match=f"^{attention.__name__}: .*{message}"):
+        in_map(attention, *args, **options)
+
+
+@every
+@pytest.mark.parametrize(
+    ("message", "args", "options"),
+    [
+        (r"floating point, of one dtype; got int32", (rows(2, 4, 4, 8, dtype=jnp.int32), Q, Q), {}),
+        (r"got float32, float32 and bfloat16", (Q, Q, rows(2, 4, 4, 8, dtype=jnp.bfloat16)), {}),
+        (
+            r"the text's q, k and v are floating point",
+            (Q, Q, Q),
+            {"text": ReplicatedText(*(np.ones((2, 3, 4, 8), np.int32),) * 3)},
+        ),
+        (
+            r"segment_ids of q are signed integers; got uint32",
+            (Q, Q, Q),
+            {"segment_ids": IDS.astype(np.uint32)},
+        ),
+        (
+            r"segment_ids of q are signed integers; got bfloat16",
+            (Q, Q, Q),
+            {"segment_ids": IDS.astype(jnp.bfloat16)},
+        ),
+        (
+            r"text is a ReplicatedText\(q, k, v\); got a tuple",
+            (Q, Q, Q),
+            {"text": tuple(text_of(2, 3, 4, 8))},
+        ),
+        (r"scale is a number; got a str", (Q, Q, Q), {"scale": "one"}),
+        (
+            r"block_attention is an object with forward and backward.*got a function",
+            (Q, Q, Q),
+            {"block_attention": text_of},
+        ),
+        (r"block_attention is an object .*got a type", (Q, Q, Q), {"block_attention": str}),
+    ],
+)
+def test_dtypes_and_kinds(attention, message, args, options):
+    with pytest.raises(TypeError, match=f"^{attention.__name__}: .*{message}"):
+        in_map(attention, *args, **options)
+
+
+@every
+def test_a_traced_scale(attention):
+    options = dict(zip(CALLS[attention], ("x", "y", ()), strict=False))
+    mapped = jax.shard_map(
+        lambda q: attention(q, q, q, scale=q[0, 0, 0, 0], **options),
+        mesh=mesh_of(x=2, y=2),
+        in_specs=P(),
+        out_specs=P(None, ("x", "y")),
+        check_vma=False,
+    )
+    with pytest.raises(TypeError, match=f"^{attention.__name__}: scale is a static number; got a traced one"):
+        jax.eval_shape(mapped, Q)
+
+
+@every
+def test_axes_that_are_not_manual(attention):
+    for place, argument in enumerate(CALLS[attention]):
+        name = f"^{attention.__name__}: {argument}"
+        axes = [(), (), ()]
+        axes[place] = "z"
+        missing = (
+            rf"{name} is a manual axis.*got 'z', with mesh axes \('x', 'y'\), of them manual \('x', 'y'\)"
+        )
+        with pytest.raises(ValueError, match=missing):
+            in_map(attention, Q, Q, Q, axes=axes)
+        axes[place] = "y"
+        with pytest.raises(ValueError, match=rf"{name} .*got 'y', .* of them manual \('x',\)"):
+            in_map(attention, Q, Q, Q, axes=axes, manual=("x",))
+        axes[place] = None
+        with pytest.raises(ValueError, match=rf"{name} .*got None"):
+            in_map(attention, Q, Q, Q, axes=axes)
+        axes[place] = ["x"]
+        with pytest.raises(TypeError, match=rf"{name} is a name or a tuple of names; got a list"):
+            in_map(attention, Q, Q, Q, axes=axes)
+        axes[place] = "x"
+        options = dict(zip(CALLS[attention], axes, strict=False))
+        with pytest.raises(
+            ValueError, match=rf"{name} .*got 'x', with mesh axes \(\).*Call it inside jax.shard_map"
+        ):
+            jax.eval_shape(partial(attention, **options), Q, Q, Q)
+
+
+@every
+def test_axes_given_twice(attention):
+    names = CALLS[attention]
+    twice = rf"^{attention.__name__}: every axis has one part; got 'x' in"
+    with pytest.raises(ValueError, match=rf"{twice} {names[0]} and in {names[0]}"):
+        in_map(attention, Q, Q, Q, axes=(("x", "x"), (), ()))
+    for other in range(1, len(names)):
+        axes = ["x", (), ()]
+        axes[other] = ("y", "x")
+        with pytest.raises(ValueError, match=rf"{twice} {names[0]} and in {names[other]}"):
+            in_map(attention, Q, Q, Q, axes=axes)
+
+
+@every
+def test_what_is_refused_does_not_run(attention):
+    """The error comes while the program is traced: no device has done anything."""
+    ran = []
+
+    def per_device(q):
+        jax.debug.callback(ran.append, 1)
+        return attention(q, q, q[:, :, :3], **dict(zip(CALLS[attention], ("x", "y", ()), strict=False)))
+
+    mapped = jax.shard_map(
+        per_device, mesh=mesh_of(x=2, y=2), in_specs=P(), out_specs=P(None, ("x", "y")), check_vma=False
+    )
+    with pytest.raises(ValueError, match=attention.__name__):
+        jax.jit(mapped)(jnp.ones(Q.shape))
+    jax.effects_barrier()
+    assert not ran
