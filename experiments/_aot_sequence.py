@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -215,8 +216,8 @@ def _program(case: Case, mesh: Mesh) -> Callable[..., Any]:
         return lambda rows, text, ids, _: attend(rows, text, ids)
 
     def both(rows, text, ids, weights):
-        outputs, pullback = jax.vjp(lambda *x: attend(*x, ids), rows, text)
-        # Of the outputs, as a loss's is: nothing of the gradient can start before.
+        # As in a model, where other layers run between: the gradient starts after, and from what was kept.
+        outputs, pullback = lax.optimization_barrier(jax.vjp(lambda *x: attend(*x, ids), rows, text))
         return outputs, pullback(jax.tree.map(jnp.multiply, outputs, weights))
 
     return both
