@@ -66,7 +66,8 @@ setup-aot:
 	$(MAKE) VENV=$(VENV_AOT) $(VENV_AOT)/.installed-aot
 
 aot: setup-aot
-	$(VENV_AOT)/bin/python -m pytest tests/aot/check_compiled.py
+	$(VENV_AOT)/bin/python -m pytest tests/aot/check_compiled.py tests/aot/check_sequence.py
+	$(VENV_AOT)/bin/python -m experiments.aot_sequence --out docs/benchmarks.md
 	$(VENV_AOT)/bin/python -m experiments.aot_shipped --out docs/aot.json --figures docs/images
 
 wheel: setup-dev

@@ -143,16 +143,18 @@ def _degrees(case: Case) -> SequenceMesh | None:
 
 
 def cases() -> list[Case]:
-    """Every shape on every mesh, forward and with gradient; and on 4 x 8 what is out of the ordinary."""
+    """Every shape and every number of machines, forward and with gradient; and on 4 x 8 what is out of the ordinary."""
     algorithms = (ULYSSES, ULYSSES_IN_GROUPS, RING, USP, TOPOLOGY_AWARE, TORUS)
+    one, two, four = MACHINES
+    where = {FLUX_3072: MACHINES, FLUX_4096: (four,), VIDEO: (one, two)}
     usual = [
         (algorithm, machines, workload)
-        for workload in (FLUX_3072, FLUX_4096, VIDEO)
-        for machines in MACHINES
+        for workload, those in where.items()
+        for machines in those
         for algorithm in algorithms
     ]
-    odd = [(algorithm, MACHINES[2], HEADS_30) for algorithm in (USP, TORUS)]
-    odd += [(algorithm, MACHINES[2], WHOLE_TEXT) for algorithm in (RING, USP, TORUS)]
+    odd = [(algorithm, four, HEADS_30) for algorithm in (USP, TORUS)]
+    odd += [(algorithm, four, WHOLE_TEXT) for algorithm in (RING, USP, TORUS)]
     every = [Case(*case, gradient) for case in (*usual, *odd) for gradient in (False, True)]
     return [case for case in every if case.is_possible]
 
@@ -167,8 +169,8 @@ class CompiledCase:
     temp_bytes: int
 
 
-def compile_case(case: Case, gpu: Gpu) -> CompiledCase:
-    """Compile a case for GPUs of a kind.
+def compile_case(case: Case, gpu: Gpu, *, in_flight: int = 1) -> CompiledCase:
+    """Compile a case for GPUs of a kind, to have at most so many transfers under way at a time (XLA's default: 1).
 
     Raises:
         UserError: if this JAX cannot compile for them.
@@ -183,7 +185,8 @@ def compile_case(case: Case, gpu: Gpu) -> CompiledCase:
         devices_per_machine=case.machines.gpus,  # the compiler's devices are of one slice
     )
     program = _program(case, mesh)
-    compiled = jax.jit(program).lower(*_arguments(case, mesh)).compile()
+    options = {"xla_gpu_experimental_parallel_collective_overlap_limit": in_flight}
+    compiled = jax.jit(program, compiler_options=options).lower(*_arguments(case, mesh)).compile()
     return CompiledCase(case, degrees, compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes)
 
 
@@ -225,15 +228,15 @@ def _program(case: Case, mesh: Mesh) -> Callable[..., Any]:
 
 def _attention(case: Case, rows: Any, text: Any, ids: Any) -> tuple[Any, Any]:
     """One device's part: rows, and the text's or None."""
-    whole = None if text is None else ReplicatedText(*text)
-    options: dict[str, Any] = {"segment_ids": ids, "text": whole}
+    options: dict[str, Any] = {
+        "segment_ids": ids,
+        "text": None if text is None else ReplicatedText(*text),
+    }
     if case.algorithm == TORUS:
-        axes = {
-            "machine_axis": ULYSSES_AXES[0],
-            "ulysses_axis": ULYSSES_AXES[1],
-            "ring_axis": RING_AXES[1],
-        }
-        found = torus_attention(*rows, **axes, **options)
+        machine, ulysses, ring = *ULYSSES_AXES, RING_AXES[1]
+        found: Any = torus_attention(
+            *rows, machine_axis=machine, ulysses_axis=ulysses, ring_axis=ring, **options
+        )
     else:
         # Ulysses alone and a ring alone are USP on a mesh with an axis of size 1.
         groups = case.algorithm.head_groups
