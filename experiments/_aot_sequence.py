@@ -186,7 +186,7 @@ def compile_case(case: Case, gpu: Gpu, *, in_flight: int = 1) -> CompiledCase:
     )
     program = _program(case, mesh)
     options = {"xla_gpu_experimental_parallel_collective_overlap_limit": in_flight}
-    compiled = jax.jit(program, compiler_options=options).lower(*_arguments(case, mesh)).compile()
+    compiled: Any = jax.jit(program, compiler_options=options).lower(*_arguments(case, mesh)).compile()
     return CompiledCase(case, degrees, compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes)
 
 
@@ -208,7 +208,7 @@ def _arguments(case: Case, mesh: Mesh) -> list[Any]:
 def _program(case: Case, mesh: Mesh) -> Callable[..., Any]:
     rows, whole = P(None, _AXES), P()
     of_text = whole if case.workload.text else None
-    attend = jax.shard_map(
+    attend: Any = jax.shard_map(
         partial(_attention, case),
         mesh=mesh,
         in_specs=(rows, of_text, rows if case.has_ids else None),
