@@ -16,7 +16,7 @@ ARGS ?=
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup setup-dev train sample evaluate test test-all lint parity bench bench-torch wheel aot setup-aot clean
+.PHONY: setup setup-dev train sample evaluate test test-all lint parity bench bench-links bench-torch wheel aot setup-aot clean
 
 setup: $(VENV)/.installed-$(EXTRA)
 setup-dev: $(VENV)/.installed-dev
@@ -61,6 +61,10 @@ $(VENV_PARITY)/.installed: pyproject.toml
 
 bench: setup-dev
 	$(BIN)/python -m experiments.bench $(ARGS)
+
+# Attention over emulated machines with slow links: needs root and iproute2.
+bench-links: setup-dev
+	$(BIN)/python -m experiments.bench_links $(ARGS)
 
 setup-aot:
 	$(MAKE) VENV=$(VENV_AOT) $(VENV_AOT)/.installed-aot

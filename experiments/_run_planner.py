@@ -18,9 +18,9 @@ from solver import BagSpec, CostModel, Links, Topology, parse_bags
 _LOG = logging.getLogger(__name__)
 
 _LARGEST_BLOCK = 4096
-# Virtual devices exchange rows by copying memory: slow, but not beside what they compute.
+# Virtual devices on two cores, by the core: what blocks take that are not full is in the rate of compute.
 CPU_LINKS = Links(
-    flops_per_s=100e9, inside_bytes_per_s=10e9, across_bytes_per_s=10e9, element_bytes=4, padded=True
+    flops_per_s=27e9, inside_bytes_per_s=1.2e9, across_bytes_per_s=1.2e9, element_bytes=4, padded=True
 )
 
 

@@ -11,6 +11,7 @@ from parallel._balanced_attention import balanced_attention as balanced_attentio
 from parallel._balanced_attention import expand_attention as expand_attention
 from parallel._balanced_attention import expand_tokens as expand_tokens
 from parallel._balanced_attention import make_balanced_attention as make_balanced_attention
+from parallel._block_attention import Attended as Attended
 from parallel._block_attention import BlockAttention as BlockAttention
 from parallel._block_attention import BlockMask as BlockMask
 from parallel._block_attention import DifferentiableAttention as DifferentiableAttention
@@ -61,6 +62,7 @@ __all__ = [
     "SEQUENCE_DATA_AXIS",
     "SHARD_AXIS",
     "ULYSSES_AXES",
+    "Attended",
     "AttentionLayout",
     "BlockAttention",
     "BlockMask",

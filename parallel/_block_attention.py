@@ -45,6 +45,23 @@ class BlockMask(NamedTuple):
         )
 
 
+class Attended(NamedTuple):
+    """The whole softmax of some queries, over these keys and any others, and the cotangent of its output.
+
+    Attributes:
+        out, d_out: (b, l_q, h, d).
+        lse: (b, l_q, h), float32.
+    """
+
+    out: Array
+    lse: Array
+    d_out: Array
+
+    def rows(self, rows: slice) -> "Attended":
+        """Of some of the queries."""
+        return Attended(*(x[:, rows] for x in self))
+
+
 @runtime_checkable
 class BlockAttention(Protocol):
     """Attention of a block of queries (b, l_q, h, d) over one of keys and values (b, l_k, h_kv, d), and its gradient.
@@ -61,20 +78,9 @@ class BlockAttention(Protocol):
         ...
 
     def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array,
-        lse: Array,
-        d_out: Array,
-        mask: BlockMask,
-        scale: float,
+        self, q: Array, k: Array, v: Array, whole: Attended, mask: BlockMask, scale: float
     ) -> tuple[Array, Array, Array]:
-        """What these keys contribute to the gradients of q, k and v, in any precision.
-
-        `out` and `lse` are of the softmax that the cotangent `d_out` belongs to, over these keys and any others.
-        """
+        """What these keys contribute to the gradients of q, k and v, in any precision."""
         ...
 
 
@@ -98,22 +104,14 @@ class DifferentiableAttention:
         return Partial(*self.function(q, k, v, mask, scale))
 
     def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array,
-        lse: Array,
-        d_out: Array,
-        mask: BlockMask,
-        scale: float,
+        self, q: Array, k: Array, v: Array, whole: Attended, mask: BlockMask, scale: float
     ) -> tuple[Array, Array, Array]:
         """The function's derivative, weighted by the block's share of the whole."""
         (part_out, part_lse), pullback = jax.vjp(lambda q, k, v: self.function(q, k, v, mask, scale), q, k, v)
-        share = share_of_whole(part_lse.astype(jnp.float32), lse)
-        d_part_out = share[..., None] * d_out.astype(jnp.float32)
-        difference = part_out.astype(jnp.float32) - out.astype(jnp.float32)
-        d_part_lse = share * row_products(d_out, difference)
+        share = share_of_whole(part_lse.astype(jnp.float32), whole.lse)
+        d_part_out = share[..., None] * whole.d_out.astype(jnp.float32)
+        difference = part_out.astype(jnp.float32) - whole.out.astype(jnp.float32)
+        d_part_lse = share * row_products(whole.d_out, difference)
         dq, dk, dv = pullback((d_part_out.astype(part_out.dtype), d_part_lse.astype(part_lse.dtype)))
         return dq, dk, dv
 
@@ -148,12 +146,14 @@ def _local_fwd(block, scale, mask, q, k, v):
 
 def _local_bwd(block, scale, saved, d_out):
     mask, q, k, v, out, lse = saved
-    gradients = once_differentiable(partial(_local_gradients, block, scale))(q, k, v, out, lse, d_out, mask)
+    gradients = once_differentiable(partial(_local_gradients, block, scale))(
+        q, k, v, Attended(out, lse, d_out), mask
+    )
     return None, *(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True))
 
 
-def _local_gradients(block, scale, q, k, v, out, lse, d_out, mask):
-    return block.backward(q, k, v, out, lse, d_out, mask, scale)
+def _local_gradients(block, scale, q, k, v, whole, mask):
+    return block.backward(q, k, v, whole, mask, scale)
 
 
 _local.defvjp(_local_fwd, _local_bwd)

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from parallel._block_attention import BlockMask
+from parallel._block_attention import Attended, BlockMask
 from parallel._online_softmax import Partial
 
 # What cuDNN's flash attention takes on every GPU since Ampere.
@@ -54,15 +54,7 @@ class CudnnBlockAttention:
         return Partial(out, lse.transpose(0, 2, 1))
 
     def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array,
-        lse: Array,
-        d_out: Array,
-        mask: BlockMask,
-        scale: float,
+        self, q: Array, k: Array, v: Array, whole: Attended, mask: BlockMask, scale: float
     ) -> tuple[Array, Array, Array]:
         """As `BlockAttention.backward`, rounded to the inputs' dtype.
 
@@ -76,9 +68,9 @@ class CudnnBlockAttention:
             k,
             v,
             *(nothing,) * 7,
-            lse.transpose(0, 2, 1).astype(jnp.float32),
-            out.astype(q.dtype),
-            d_out.astype(q.dtype),
+            whole.lse.transpose(0, 2, 1).astype(jnp.float32),
+            whole.out.astype(q.dtype),
+            whole.d_out.astype(q.dtype),
             scale=scale,
             seed=42,
             dropout_rate=0.0,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from parallel._block_attention import BlockMask
+from parallel._block_attention import Attended, BlockMask
 from parallel._online_softmax import Partial
 from parallel._packed_attention import XlaKernel
 from parallel._packed_segments import PackedKernel, PackedOutput, PackedSegments
@@ -45,15 +45,7 @@ class PackedBlockAttention:
         )
 
     def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array,
-        lse: Array,
-        d_out: Array,
-        mask: BlockMask,
-        scale: float,
+        self, q: Array, k: Array, v: Array, whole: Attended, mask: BlockMask, scale: float
     ) -> tuple[Array, Array, Array]:
         """As `BlockAttention.backward`.
 
@@ -63,9 +55,9 @@ class PackedBlockAttention:
         self._check(mask)
         segments = _segments(q.shape, k.shape, mask, self.block)
         rows = self._query_rows(q, k), self._key_rows(k), self._key_rows(v)
-        lse_rows = self._query_rows(lse[..., None], k)[:, 0]
-        saved = PackedOutput(self._query_rows(out.astype(q.dtype), k), lse_rows)
-        cotangent = PackedOutput(self._query_rows(d_out.astype(q.dtype), k), jnp.zeros_like(lse_rows))
+        lse_rows = self._query_rows(whole.lse[..., None], k)[:, 0]
+        saved = PackedOutput(self._query_rows(whole.out.astype(q.dtype), k), lse_rows)
+        cotangent = PackedOutput(self._query_rows(whole.d_out.astype(q.dtype), k), jnp.zeros_like(lse_rows))
         dq, dk, dv = self.kernel.backward(rows, saved, cotangent, segments, scale)
         return _query_tokens(dq, q.shape, k.shape), _key_tokens(dk, k.shape), _key_tokens(dv, k.shape)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from parallel._block_attention import BlockAttention, BlockMask
+from parallel._block_attention import Attended, BlockAttention, BlockMask
 from parallel._block_cudnn import CudnnBlockAttention, cudnn_applies, cudnn_installed
 from parallel._block_packed import PackedBlockAttention
 from parallel._block_xla import XlaBlockAttention
@@ -34,23 +34,15 @@ class PlatformBlockAttention:
         return _on_platform(run, q, k, v, mask, scale, q, k, v, mask)
 
     def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array,
-        lse: Array,
-        d_out: Array,
-        mask: BlockMask,
-        scale: float,
+        self, q: Array, k: Array, v: Array, whole: Attended, mask: BlockMask, scale: float
     ) -> tuple[Array, Array, Array]:
         """As `BlockAttention.backward`, in float32."""
 
-        def run(block: BlockAttention, q, k, v, out, lse, d_out, mask):
-            gradients = block.backward(q, k, v, out, lse, d_out, mask, scale)
+        def run(block: BlockAttention, q, k, v, whole, mask):
+            gradients = block.backward(q, k, v, whole, mask, scale)
             return tuple(x.astype(jnp.float32) for x in gradients)
 
-        return _on_platform(run, q, k, v, mask, scale, q, k, v, out, lse, d_out, mask)
+        return _on_platform(run, q, k, v, mask, scale, q, k, v, whole, mask)
 
 
 def _on_platform(run: Any, q: Array, k: Array, v: Array, mask: BlockMask, scale: float, *args: Any) -> Any:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from parallel._block_attention import BlockMask
+from parallel._block_attention import Attended, BlockMask
 from parallel._online_softmax import Partial, row_products
 
 
@@ -69,17 +69,10 @@ class XlaBlockAttention:
         return Partial(_by_row(out), _by_row(lse[..., None])[..., 0])
 
     def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array,
-        lse: Array,
-        d_out: Array,
-        mask: BlockMask,
-        scale: float,
+        self, q: Array, k: Array, v: Array, whole: Attended, mask: BlockMask, scale: float
     ) -> tuple[Array, Array, Array]:
         """As `BlockAttention.backward`."""
+        out, lse, d_out = whole
         shift = row_products(d_out, out)
         lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
         if not mask.allows_all:

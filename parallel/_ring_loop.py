@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from parallel._block_attention import BlockAttention, BlockMask, block_forward
+from parallel._block_attention import Attended, BlockAttention, BlockMask, block_forward
 from parallel._online_softmax import Partial, empty_partial, merge
 from parallel._routes import AxisName
 
@@ -46,18 +46,6 @@ class Keys(NamedTuple):
     kv: Float[Array, "2 b l_k h_kv d"]
     ids: Int[Array, "b l_k"] | None = None
     positions: Int[Array, " l_k"] | None = None
-
-
-class Attended(NamedTuple):
-    """Result of the whole softmax of some queries, and the cotangent of its output."""
-
-    out: Float[Array, "b l_q h d"]
-    lse: Float[Array, "b l_q h"]
-    d_out: Float[Array, "b l_q h d"]
-
-    def rows(self, rows: slice) -> "Attended":
-        """Of some of the queries."""
-        return Attended(*(x[:, rows] for x in self))
 
 
 class Gradients(NamedTuple):
@@ -93,9 +81,8 @@ class Ring:
 
     def gradients(self, queries: Queries, attended: Attended, keys: Keys) -> Gradients:
         """What these queries and these keys contribute to each other's gradients."""
-        (k, v), (out, lse, d_out) = keys.kv, attended
-        mask = mask_of(queries, keys)
-        dq, dk, dv = self.block.backward(queries.q, k, v, out, lse, d_out, mask, self.scale)
+        k, v = keys.kv
+        dq, dk, dv = self.block.backward(queries.q, k, v, attended, mask_of(queries, keys), self.scale)
         return Gradients(dq.astype(jnp.float32), jnp.stack([dk, dv]).astype(jnp.float32))
 
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from parallel._ring_loop import Attended, Gradients, ring_backward
+from parallel._block_attention import Attended
+from parallel._ring_loop import Gradients, ring_backward
 from parallel._torus_parts import Outputs, Pulled, Rows, Saved, Torus, assembled, pull, push
 
 

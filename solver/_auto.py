@@ -10,15 +10,14 @@ from jaxtyping import Num
 from solver._auto_free import place_freely
 from solver._auto_relabel import relabel
 from solver._bags import BagSpec
+from solver._padded_rows import rows_beside
 from solver._plan import BalancePlan, BalanceProblem, total_of
 from solver._step_time import Links
 
-# What another plan must gain over free placement, which leaves more tokens at home.
+# What another plan must gain over free placement, which leaves more tokens at home; where exchanges are padded, for the
+# sake of the program too: its rounds have room for every step's, so that placing steps in different ways cost 4 %.
 _CLEARLY = 0.0045
-# What dividing items by queries must gain where exchanges are padded: the program then holds keys several times, and
-# moves queries and outputs by rounds of their own. On 8 CPU devices that took from 1 % of a step, at width 256 and
-# sequences of 130 tokens, to 45 %, at width 128 and sequences of 20.
-_DIVIDED = 1.25
+_CLEARLY_PADDED = 0.03
 # Planning within a machine takes the cube of its devices: 7 s for so many.
 _MOST_OF_A_MACHINE = 1024
 
@@ -54,18 +53,19 @@ def auto_plan(
         free = relabel(problem, free)
     best = free
     least_rows = _rows_over_mean(free)
+    enough = 1 - (_CLEARLY_PADDED if links.padded else _CLEARLY)
     best_s = _price(free, links) if _rows_fit(free, max_rows) else math.inf
     for spec, bound_s in _alternatives(problem, links):
-        if bound_s < best_s * (1 - _CLEARLY):
+        if bound_s < best_s * enough:
             plan = plan_bags(spec)
             step_s = _price(plan, links)
             least_rows = min(least_rows, _rows_over_mean(plan))
-            if step_s < best_s * (1 - _CLEARLY) and _rows_fit(plan, max_rows):
+            if step_s < best_s * enough and _rows_fit(plan, max_rows):
                 best, best_s = replace(plan, load_lower_bound=load, step_lower_bound=step), step_s
     if best_s == math.inf:
-        enough = math.floor(least_rows * 1e3 + 1) / 1e3
+        possible = math.floor(least_rows * 1e3 + 1) / 1e3
         raise ValueError(
-            f"balance: max_rows >= {enough} for these sequences, the rows of the fullest device over the mean; got"
+            f"balance: max_rows >= {possible} for these sequences, the rows of the fullest device over the mean; got"
             f" max_rows={max_rows}. Allow more rows, or leave the longest sequence out."
         )
     return best
@@ -74,12 +74,9 @@ def auto_plan(
 def _price(plan: BalancePlan, links: Links) -> float:
     """Seconds by which plans are compared."""
     step_s = links.step_seconds(plan).exposed
-    return step_s * _DIVIDED if links.padded and _divides_queries(plan) else step_s
-
-
-def _divides_queries(plan: BalancePlan) -> bool:
-    sequence, _, _, start, stop, _ = plan.head_slices.T
-    return bool((stop - start < plan.lengths[sequence]).any())
+    if not links.padded:
+        return step_s
+    return step_s + rows_beside(plan) * links.row_seconds(plan.cost.width / plan.num_heads)
 
 
 def _rows_fit(plan: BalancePlan, max_rows: float | None) -> bool:

@@ -18,6 +18,7 @@ MODULES = [
     "experiments.evaluate",
     "experiments.aot",
     "experiments.aot_shipped",
+    "experiments.sequence_figures",
     "experiments.simulate",
     "experiments._simulate_run",
     "experiments.calibrate",

@@ -12,6 +12,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from parallel import KernelTiles, PallasKernel, Tiles
 from parallel._block_attention import (
+    Attended,
     BlockAttention,
     BlockMask,
     DifferentiableAttention,
@@ -89,7 +90,7 @@ def in_parts(block, parts):
         for result in results[1:]:
             out, lse = merge(type(result)(out, lse), result)
         gradients = [
-            block.backward(q, k[:, s], v[:, s], out, lse, d_out, m, scale)
+            block.backward(q, k[:, s], v[:, s], Attended(out, lse, d_out), m, scale)
             for s, m in zip(slices, some, strict=True)
         ]
         dq = sum(g[0].astype(jnp.float32) for g in gradients)
@@ -241,7 +242,7 @@ def test_cudnn_takes_the_statistics_of_the_whole_softmax(monkeypatch):
 
     def run(q, k, v, out, lse, d_out):
         forward = default.forward(q, k, v, BlockMask(), 0.1)
-        return forward, default.backward(q, k, v, out, lse, d_out, BlockMask(), 0.1)
+        return forward, default.backward(q, k, v, Attended(out, lse, d_out), BlockMask(), 0.1)
 
     traced = jax.jit(run).trace(q, k, v, q, lse, d_out)
     assert traced.lower(lowering_platforms=("cpu",)).as_text().count("fmha") == 0

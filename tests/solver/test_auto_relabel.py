@@ -24,7 +24,9 @@ from tests.oracles import COST, random_plan, random_step
 PADDED = Links(flops_per_s=1e9, inside_bytes_per_s=1e9, across_bytes_per_s=1e9, padded=True)
 
 # Virtual devices on two cores.
-CPU = Links(flops_per_s=100e9, inside_bytes_per_s=10e9, across_bytes_per_s=10e9, element_bytes=4, padded=True)
+CPU = Links(
+    flops_per_s=27e9, inside_bytes_per_s=1.2e9, across_bytes_per_s=1.2e9, element_bytes=4, padded=True
+)
 
 
 def problem_of(plan):
