@@ -71,6 +71,7 @@ setup-aot:
 
 aot: setup-aot
 	$(VENV_AOT)/bin/python -m pytest tests/aot/check_*.py
+	$(VENV_AOT)/bin/python -m experiments.aot_sequence --out docs/benchmarks.md
 	$(VENV_AOT)/bin/python -m experiments.aot_shipped --out docs/aot.json --figures docs/images
 
 wheel: setup-dev

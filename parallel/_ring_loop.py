@@ -136,7 +136,9 @@ def ring_forward(ring: Ring, queries: Queries, keys: Keys, start: Partial | None
     def step(carry, number):
         total, moving = carry
         ahead, _ = _passed_on(ring, moving)
-        return (merge(total, ring.attend(queries, _at_step(ring, moving, number))), ahead), None
+        total = merge(total, ring.attend(queries, _at_step(ring, moving, number)))
+        # A loop of one step (R = 2) is none when compiled: the permute would then end before any attention.
+        return lax.optimization_barrier((total, ahead)), None
 
     steps = jnp.arange(ring.size - 1, dtype=jnp.int32)
     (total, moving), _ = lax.scan(step, (total, keys), steps)

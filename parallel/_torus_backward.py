@@ -87,13 +87,17 @@ class _Gradients:
     @classmethod
     def begin(cls, torus: Torus, saved: Saved, cotangent: Outputs) -> "_Gradients":
         """Zeros, and what the text's queries contribute."""
+        d_text = cotangent.text
+        if d_text is not None:
+            # Sums over the ring end first: one transfer at a time is hidden.
+            d_text = lax.psum(d_text, torus.ring_axis)
+            d_text, saved, cotangent = lax.optimization_barrier((d_text, saved, cotangent))
         pulled = saved.pulled
         dq = [jnp.zeros_like(part.q, dtype=jnp.float32) for part in pulled.queries]
         dkv = [jnp.zeros_like(part.kv, dtype=jnp.float32) for part in pulled.keys]
         state = cls(torus, saved, cotangent.out, [], dq, dkv)
-        if saved.text is not None and cotangent.text is not None:
-            d_out = lax.psum(cotangent.text, torus.ring_axis)
-            state._add_text(Attended(*saved.text, d_out))
+        if saved.text is not None and d_text is not None:
+            state._add_text(Attended(*saved.text, d_text))
         state._arrived(pull(torus, cotangent.out, 0))
         return state
 
@@ -109,9 +113,12 @@ class _Gradients:
         for k, j in step.pairs:
             self._add(k, j)
         here = moving, self.source, self.attended, self.dq, self.dkv
-        moving, self.source, self.attended, self.dq, self.dkv = lax.optimization_barrier(here)
         if moving is None:
+            _, self.source, self.attended, self.dq, self.dkv = lax.optimization_barrier(here)
             return
+        # The text's gradients wait too, since they are added up outside.
+        here, self.text = lax.optimization_barrier((here, self.text))
+        moving, self.source, self.attended, self.dq, self.dkv = here
         if step.pull:
             self._arrived(moving)
         elif step.push_q:

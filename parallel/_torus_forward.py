@@ -33,10 +33,12 @@ def torus_forward(torus: Torus, rows: Rows, ids: Ids) -> tuple[Outputs, Saved]:
         state.pull_queries(k, text_keys)
     for k in range(1, torus.machines):
         state.pull_keys(k)
+    pulled = Pulled(tuple(state.queries), tuple(state.keys), text, text_keys)
+    # One transfer at a time is hidden: the text's sums over the ring end before outputs leave.
+    of_text = _text_forward(torus, pulled)
+    state.sums, of_text = lax.optimization_barrier((state.sums, of_text))
     pushed = state.push_outputs(dtype)
     out = assembled(torus, [state.sums[0].out.astype(dtype), *pushed])
-    pulled = Pulled(tuple(state.queries), tuple(state.keys), text, text_keys)
-    of_text = _text_forward(torus, pulled)
     results = tuple(Partial(total.out.astype(dtype), total.lse) for total in state.sums)
     return Outputs(out, None if of_text is None else of_text.out), Saved(pulled, results, of_text)
 
