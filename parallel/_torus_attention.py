@@ -42,7 +42,8 @@ def torus_attention(
         machine_axis: mesh axis, or tuple of axes, across machines.
         ulysses_axis, ring_axis: mesh axes, or tuples of axes, inside a machine; () for none.
         causal: as `ring_attention`; the sequence is in the order of (machine_axis, ring_axis, ulysses_axis), as in
-            `PartitionSpec(None, (machine_axis, ring_axis, ulysses_axis))`. Without it any order will do.
+            `PartitionSpec(None, (machine_axis, ring_axis, ulysses_axis))`. Without it any order will do. Machines skip
+            pairs of parts that it hides, all as many; around a ring, only some of them in the forward pass.
 
     Returns:
         Output of this device's rows in their dtype; with `text` a `JointOutput`.
