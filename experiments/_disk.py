@@ -36,6 +36,19 @@ def check_writable(folder: Path, *, option: str = "--workdir") -> None:
         ) from error
 
 
+def check_file_writable(path: Path, *, option: str) -> None:
+    """Refuses a file that `option` names if it cannot be written; its folder is made if need be.
+
+    Raises:
+      UserError: for a folder of that name, or with the system's reason.
+    """
+    if path.is_dir():
+        raise UserError(f"{option} is a file to write; {path} is a folder. Name a file in it.")
+    check_writable(path.parent, option=option)
+    if path.exists() and not os.access(path, os.W_OK):
+        raise UserError(f"cannot write to {path}: not permitted. Choose another {option}.")
+
+
 @contextlib.contextmanager
 def writing(path: Path, way_out: str) -> Iterator[None]:
     """Marks a block that writes `path`: what the system refuses becomes a `UserError`.

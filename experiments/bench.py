@@ -52,9 +52,13 @@ def main(argv: Sequence[str]) -> int:
     prepare_platform(NUM_DEVICES, ProcessSettings())
     from experiments._bench_batches import CHECKOUT, recorded_steps
     from experiments._bench_report import Conditions, write_section
+    from experiments._disk import check_file_writable
 
     recorded_steps("joint")  # a missing file is told before minutes of work
     out = args.out if args.out is not None or args.quick else CHECKOUT / "docs" / "benchmarks.md"
+    for option, file in (("--out", out), ("--json", args.json)):
+        if file is not None:
+            check_file_writable(file, option=option)
     conditions = Conditions.now()  # before the load is our own
     figures: dict[str, Any] = {}
     for name in names:

@@ -62,8 +62,13 @@ def main(argv: Sequence[str]) -> int:
     from experiments._bench_links_report import links_section
     from experiments._bench_links_variants import Sizes
     from experiments._bench_report import Conditions, write_section
+    from experiments._disk import check_file_writable
     from solver import Topology
 
+    out = args.out if args.out is not None or args.quick else CHECKOUT / "docs" / "benchmarks.md"
+    for option, file in (("--out", out), ("--json", args.json)):
+        if file is not None:
+            check_file_writable(file, option=option)
     conditions = Conditions.now()  # before the load is our own
     sizes = Sizes(batch=2, seq_len=64, head_dim=32) if args.quick else Sizes()
     measured = [measure(Topology(*shape), sizes, rates, rounds, shared=not args.separate) for shape in shapes]
@@ -72,7 +77,6 @@ def main(argv: Sequence[str]) -> int:
     where = f"up to {max(machines * each for machines, each in shapes)} processes of a device each"
     text = f"## {section.title}\n\n{section.body}\n\n{conditions.line(command, where)}"
     write_report(text + "\n")
-    out = args.out if args.out is not None or args.quick else CHECKOUT / "docs" / "benchmarks.md"
     if out is not None:
         write_section(out, section.name, text)
     if args.json is not None:
@@ -85,7 +89,7 @@ def machine_shapes(text: str) -> list[tuple[int, int]]:
     """`--machines`: "2x2,4x1" is 2 machines of 2 processes, and 4 of 1.
 
     Raises:
-        UserError: for anything else, fewer than 2 machines, or more than 8 processes.
+        UserError: for anything else, fewer than 2 machines, more than 8 processes, or one given twice.
     """
     shapes = []
     for part in text.split(","):
@@ -93,10 +97,10 @@ def machine_shapes(text: str) -> list[tuple[int, int]]:
         ok = times and machines.isdecimal() and each.isdecimal()
         shape = (int(machines), int(each)) if ok else (0, 0)
         # All variants deal out 8 heads, and divide their rows by a power of two.
-        if shape[0] < 2 or shape[0] * shape[1] not in (2, 4, _MOST_DEVICES):
+        if shape[0] < 2 or shape[0] * shape[1] not in (2, 4, _MOST_DEVICES) or shape in shapes:
             raise UserError(
                 "--machines takes MACHINESxPROCESSES, 2 machines at least, and 2, 4 or"
-                f" {_MOST_DEVICES} processes in all, such as {MACHINES}; got {part!r}."
+                f" {_MOST_DEVICES} processes in all, each once, such as {MACHINES}; got {part!r}."
             )
         shapes.append(shape)
     return shapes

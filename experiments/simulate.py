@@ -124,7 +124,7 @@ def _sampling(args: argparse.Namespace) -> int:
 
 def _check_output(args: argparse.Namespace) -> None:
     """Refuse files that cannot be written, before anything is computed."""
-    from experiments._disk import check_writable
+    from experiments._disk import check_file_writable
 
     for option, path, kinds in (
         ("--figure", args.figure, (".svg", ".png")),
@@ -134,9 +134,7 @@ def _check_output(args: argparse.Namespace) -> None:
             continue
         if path.suffix not in kinds:
             raise UserError(f"{option} ends in {' or '.join(kinds)}; got {str(path)!r}.")
-        if path.is_dir():
-            raise UserError(f"{option} is a file to write; {path} is a folder. Name a file in it.")
-        check_writable(path.parent, option=option)
+        check_file_writable(path, option=option)
     if args.plot is not None and args.figure is not None and args.plot.resolve() == args.figure.resolve():
         raise UserError(
             f"--plot and --figure are two files; got {args.plot} for both. Choose another --figure."

@@ -47,7 +47,9 @@ def test_machines_and_rates_are_read():
     assert bench_links.link_rates("50,2.5") == [50.0, 2.5]
 
 
-@pytest.mark.parametrize("text", ["", "2", "2x", "1x2", "2x0", "3x1", "4x4", "2x2,", "-2x2", "axb"])
+@pytest.mark.parametrize(
+    "text", ["", "2", "2x", "1x2", "2x0", "3x1", "4x4", "2x2,", "2x2,2x2", "-2x2", "axb"]
+)
 def test_other_machines_are_refused(text):
     with pytest.raises(UserError, match="--machines takes MACHINESxPROCESSES"):
         bench_links.machine_shapes(text)

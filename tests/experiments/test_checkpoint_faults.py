@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from experiments import _disk
 from experiments._checkpoint import Checkpoints
 from experiments._config import UserError
-from experiments._disk import check_disk_space, check_writable, size_text
+from experiments._disk import check_disk_space, check_file_writable, check_writable, size_text
 from experiments._manifest import state_bytes
 from tests.processes import free_port, run_together
 
@@ -128,6 +128,16 @@ def test_workdir_that_cannot_be_made(tmp_path):
         Checkpoints(tmp_path / "file")
     check_writable(tmp_path / "new" / "folder")
     assert not list((tmp_path / "new" / "folder").iterdir())
+
+
+def test_files_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match=r"--json is a file to write; .* is a folder\. Name a file in it\."):
+        check_file_writable(tmp_path, option="--json")
+    with pytest.raises(UserError, match=r"cannot write to .*: Not a directory\. Choose another --json"):
+        check_file_writable(tmp_path / "file" / "x", option="--json")
+    check_file_writable(tmp_path / "file", option="--json")
+    assert (tmp_path / "file").read_text() == "in the way"
 
 
 def test_disk_space(tmp_path, monkeypatch, caplog):
