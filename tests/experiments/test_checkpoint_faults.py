@@ -134,7 +134,7 @@ def test_files_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match=r"--json is a file to write; .* is a folder\. Name a file in it\."):
         check_file_writable(tmp_path, option="--json")
-    with pytest.raises(UserError, match=r"cannot write to .*: Not a directory\. Choose another --json"):
+    with pytest.raises(UserError, match=r"cannot write to .*: File exists\. Choose another --json"):
         check_file_writable(tmp_path / "file" / "x", option="--json")
     check_file_writable(tmp_path / "file", option="--json")
     assert (tmp_path / "file").read_text() == "in the way"
