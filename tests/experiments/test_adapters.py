@@ -117,7 +117,7 @@ def test_checkpoints_hold_adapters_alone(trained):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"train__shards": 4},
+        pytest.param({"train__shards": 4}, marks=pytest.mark.full),
         pytest.param({"train__shards": 2, "train__bags": "g4n1"}, marks=pytest.mark.full),
         pytest.param({"train__num_devices": 1, "train__bags": "None"}, marks=pytest.mark.full),
     ],

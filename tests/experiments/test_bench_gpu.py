@@ -59,7 +59,10 @@ def test_every_head_of_every_sequence_is_a_segment():
 @pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize(
     "kernel",
-    [None, PallasKernel(KernelTiles(*[Tiles(16, 16, 4, 2)] * 3), interpret=True)],
+    [
+        pytest.param(None, marks=pytest.mark.full),
+        PallasKernel(KernelTiles(*[Tiles(16, 16, 4, 2)] * 3), interpret=True),
+    ],
     ids=["platform", "interpreted"],
 )
 def test_attention_section(kernel):

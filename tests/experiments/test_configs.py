@@ -92,7 +92,13 @@ TINY_SIZES = {
 }
 
 
-@pytest.mark.parametrize("path", sorted(CONFIG_DIR.glob("*.gin")), ids=lambda path: path.stem)
+_CONFIGS = [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.full] * (path.stem == "flux_lora"))
+    for path in sorted(CONFIG_DIR.glob("*.gin"))
+]
+
+
+@pytest.mark.parametrize("path", _CONFIGS)
 def test_one_tiny_step(path, tmp_path, monkeypatch):
     # What is saved and how is tested elsewhere; the smallest published DiT has half a gigabyte of it.
     monkeypatch.setattr("experiments._checkpoint.Checkpoints.save", lambda *args: True)

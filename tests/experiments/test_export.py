@@ -94,6 +94,7 @@ def test_a_run_that_starts_from_a_checkpoint(trained, exported, tmp_path, device
     assert not np.array_equal(found[name], expected[name])
 
 
+@pytest.mark.full
 def test_the_checkpoint_is_not_needed_to_go_on(exported, tmp_path):
     shutil.copytree(exported, tmp_path / "weights")
     arguments = ["--config", TINY, "--workdir", tmp_path / "run", *STILL]
