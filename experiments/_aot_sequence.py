@@ -6,7 +6,7 @@ fastest. A length that the devices do not share evenly is filled up, with segmen
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from parallel import (
     torus_attention,
     usp_attention,
 )
-from solver import H100_MACHINE, SequenceMesh, Topology, sequence_plans
+from solver import H100_MACHINE, SequenceMesh, SequenceParallelPlan, Topology, sequence_plans
 
 _AXES = (*RING_AXES, *ULYSSES_AXES)
 MACHINES = (Machines(1, 8), Machines(2, 8), Machines(4, 8))
@@ -136,10 +136,15 @@ class Case:
 
 
 def _degrees(case: Case) -> SequenceMesh | None:
-    work, topology = case.workload, Topology(case.machines.count, case.machines.gpus)
-    plans = sequence_plans(topology, work.num_heads, work.head_dim, work.lengths, hardware=H100_MACHINE)
     wanted = case.algorithm.name, case.algorithm.head_groups
+    plans = _plans(case.machines, case.workload)
     return next((plan.mesh for plan in plans if (plan.algorithm, plan.head_groups) == wanted), None)
+
+
+@cache
+def _plans(machines: Machines, work: Workload) -> list[SequenceParallelPlan]:
+    topology = Topology(machines.count, machines.gpus)
+    return sequence_plans(topology, work.num_heads, work.head_dim, work.lengths, hardware=H100_MACHINE)
 
 
 def cases() -> list[Case]:
