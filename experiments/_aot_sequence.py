@@ -68,8 +68,7 @@ def _published(index: int) -> Workload:
 
 FLUX_3072, FLUX_4096, VIDEO = (_published(i) for i in (1, 2, 3))
 WHOLE_TEXT = Workload("Flux 3072^2, text whole", 24, 128, FLUX_3072.lengths, text_replicated=True)
-# CogVideoX-2B, 6 s: 13 x 30 x 45 patches.
-HEADS_30 = Workload("CogVideoX-2B 6 s, 30 heads", 30, 64, (17_550, 226))
+HEADS_30 = Workload("30 heads", 30, 64, FLUX_3072.lengths)
 
 
 @dataclass(frozen=True, slots=True)
