@@ -4,6 +4,7 @@ Degrees are those that `solver.plan_sequence_parallel` would take for the algori
 fastest. A length that the devices do not share evenly is filled up, with segment ids, as `parallel.pad_sequence` does.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -117,6 +118,11 @@ class Case:
         return self.padded_length > self.workload.length
 
     @property
+    def is_across(self) -> bool:
+        """Whether Ulysses takes machines first."""
+        return self.algorithm.name in ("torus", "topology_aware")
+
+    @property
     def degrees(self) -> SequenceMesh:
         """As the planner chooses them for the algorithm.
 
@@ -136,8 +142,13 @@ class Case:
 
 def _degrees(case: Case) -> SequenceMesh | None:
     wanted = case.algorithm.name, case.algorithm.head_groups
-    plans = _plans(case.machines, case.workload)
-    return next((plan.mesh for plan in plans if (plan.algorithm, plan.head_groups) == wanted), None)
+    for plan in _plans(case.machines, case.workload):
+        mesh = plan.mesh
+        # `sequence_mesh` has Ulysses over as many machines as its degree allows.
+        as_placed = mesh.ulysses_across == math.gcd(mesh.ulysses_degree, case.machines.count)
+        if (plan.algorithm, plan.head_groups) == wanted and (as_placed or not case.is_across):
+            return mesh
+    return None
 
 
 @cache
@@ -180,12 +191,11 @@ def compile_case(case: Case, gpu: Gpu, *, in_flight: int = 1) -> CompiledCase:
         UserError: if this JAX cannot compile for them.
     """
     degrees = case.degrees
-    across = case.algorithm.name in ("torus", "topology_aware")
     mesh = sequence_mesh(
         target_devices(gpu, case.machines),
         ulysses_degree=degrees.ulysses_degree,
         ring_degree=degrees.ring_degree,
-        placement=Placement.ULYSSES_ACROSS if across else Placement.ULYSSES_INSIDE,
+        placement=Placement.ULYSSES_ACROSS if case.is_across else Placement.ULYSSES_INSIDE,
         devices_per_machine=case.machines.gpus,  # the compiler's devices are of one slice
     )
     program = _program(case, mesh)
