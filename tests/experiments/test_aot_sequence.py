@@ -90,5 +90,5 @@ def test_table():
     readings = [reading(usp, exposed, temp=60 << 20), reading(torus, temp=64 << 20)]
     assert usp_of(readings, readings[1]) is readings[0]
     text = section(readings, {torus: readings[1]}, "H100")
-    assert "| USP | 1 x 8, 4 x 1 | forward | 0 | - | - | 0 | 1 exchanges | 60 | 0.0, 8.0 |" in text
+    assert "| USP | 1 x 8, 4 x 1 | forward | 0 | - | - | 0 | 1 exchange | 60 | 0.0, 8.0 |" in text
     assert "| Flux 3072^2, 4x8 | forward | +4.0 | 27.4 |" in text
