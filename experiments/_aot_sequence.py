@@ -4,9 +4,10 @@ Degrees are those that `solver.plan_sequence_parallel` would take for the algori
 fastest. A length that the devices do not share evenly is filled up, with segment ids, as `parallel.pad_sequence` does.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from parallel import (
     torus_attention,
     usp_attention,
 )
-from solver import H100_MACHINE, SequenceMesh, Topology, sequence_plans
+from solver import H100_MACHINE, SequenceMesh, SequenceParallelPlan, Topology, sequence_plans
 
 _AXES = (*RING_AXES, *ULYSSES_AXES)
 MACHINES = (Machines(1, 8), Machines(2, 8), Machines(4, 8))
@@ -68,8 +69,7 @@ def _published(index: int) -> Workload:
 
 FLUX_3072, FLUX_4096, VIDEO = (_published(i) for i in (1, 2, 3))
 WHOLE_TEXT = Workload("Flux 3072^2, text whole", 24, 128, FLUX_3072.lengths, text_replicated=True)
-# CogVideoX-2B, 6 s: 13 x 30 x 45 patches.
-HEADS_30 = Workload("CogVideoX-2B 6 s, 30 heads", 30, 64, (17_550, 226))
+HEADS_30 = Workload("30 heads", 30, 64, FLUX_3072.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,11 @@ class Case:
         return self.padded_length > self.workload.length
 
     @property
+    def is_across(self) -> bool:
+        """Whether Ulysses takes machines first."""
+        return self.algorithm.name in ("torus", "topology_aware")
+
+    @property
     def degrees(self) -> SequenceMesh:
         """As the planner chooses them for the algorithm.
 
@@ -136,10 +141,20 @@ class Case:
 
 
 def _degrees(case: Case) -> SequenceMesh | None:
-    work, topology = case.workload, Topology(case.machines.count, case.machines.gpus)
-    plans = sequence_plans(topology, work.num_heads, work.head_dim, work.lengths, hardware=H100_MACHINE)
     wanted = case.algorithm.name, case.algorithm.head_groups
-    return next((plan.mesh for plan in plans if (plan.algorithm, plan.head_groups) == wanted), None)
+    for plan in _plans(case.machines, case.workload):
+        mesh = plan.mesh
+        # `sequence_mesh` has Ulysses over as many machines as its degree allows.
+        as_placed = mesh.ulysses_across == math.gcd(mesh.ulysses_degree, case.machines.count)
+        if (plan.algorithm, plan.head_groups) == wanted and (as_placed or not case.is_across):
+            return mesh
+    return None
+
+
+@cache
+def _plans(machines: Machines, work: Workload) -> list[SequenceParallelPlan]:
+    topology = Topology(machines.count, machines.gpus)
+    return sequence_plans(topology, work.num_heads, work.head_dim, work.lengths, hardware=H100_MACHINE)
 
 
 def cases() -> list[Case]:
@@ -176,12 +191,11 @@ def compile_case(case: Case, gpu: Gpu, *, in_flight: int = 1) -> CompiledCase:
         UserError: if this JAX cannot compile for them.
     """
     degrees = case.degrees
-    across = case.algorithm.name in ("torus", "topology_aware")
     mesh = sequence_mesh(
         target_devices(gpu, case.machines),
         ulysses_degree=degrees.ulysses_degree,
         ring_degree=degrees.ring_degree,
-        placement=Placement.ULYSSES_ACROSS if across else Placement.ULYSSES_INSIDE,
+        placement=Placement.ULYSSES_ACROSS if case.is_across else Placement.ULYSSES_INSIDE,
         devices_per_machine=case.machines.gpus,  # the compiler's devices are of one slice
     )
     program = _program(case, mesh)

@@ -90,8 +90,8 @@ def _exposed(transfers: Sequence[Collective]) -> str:
     bare = [c for c in transfers if not is_hidden(c)]
     exchanges = runs(c for c in bare if c.kind == "all-to-all")
     steps = runs(c for c in bare if c.kind == "collective-permute")
-    texts = [f"{exchanges} exchanges"] if exchanges else []
-    texts += [f"{steps} ring steps"] if steps else []
+    counts = ((exchanges, "exchange"), (steps, "ring step"))
+    texts = [f"{count} {what}{'s' if count > 1 else ''}" for count, what in counts if count]
     return " and ".join(texts) or "-"
 
 

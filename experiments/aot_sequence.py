@@ -19,7 +19,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m experiments.aot_sequence", description=__doc__.splitlines()[0]
     )
     parser.add_argument(
-        "--out", type=Path, help="markdown file whose section is written; printed if left out"
+        "--out",
+        type=Path,
+        help="markdown file whose section is written if nothing is amiss; printed if left out",
     )
     return parser
 
@@ -53,13 +55,13 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.flush()
     found = [text for r in readings for text in problems(r, usp_of(readings, r))]
     found += [text for r in two.values() for text in problems(r, None)]
+    for problem in found:
+        sys.stderr.write(f"{problem}\n")
     text = section(readings, two, gpu.title)
     if args.out is None:
         write_report(f"{text}\n")
-    else:
+    elif not found:
         write_section(args.out, SECTION, text)
-    for problem in found:
-        sys.stderr.write(f"{problem}\n")
     return 1 if found else 0
 
 

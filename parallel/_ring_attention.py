@@ -37,8 +37,8 @@ def ring_attention(
 
     Communication of each of R devices: R - 1 permutes of k and v, (R - 1) 2 b k_loc h_kv d elements, each hidden
     by the attention to the keys that are there already; for the gradient R (1 if R = 2) of the same and R - 1 of the
-    gradients of k and v in float32. Ids of keys go with them, int32. Memory is O(l_loc), also for the gradient; partial
-    results are float32.
+    gradients of k and v in float32 (R = 2, where none are added before they move: as the kernel gives them). Ids of
+    keys go with them, int32. Memory is O(l_loc), also for the gradient; partial results are float32.
 
     Text of a joint text and image attention is either a part of the sequence like any other,
 

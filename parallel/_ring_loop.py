@@ -17,7 +17,7 @@ the same.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -135,76 +135,91 @@ def ring_forward(ring: Ring, queries: Queries, keys: Keys, start: Partial | None
 
     def step(carry, number):
         total, moving = carry
-        ahead, _ = _passed_on(ring, moving)
         total = merge(total, ring.attend(queries, _at_step(ring, moving, number)))
-        # A loop of one step (R = 2) is none when compiled: the permute would then end before any attention.
-        return lax.optimization_barrier((total, ahead)), None
+        ahead, _, total = _passed_on(ring, moving, beside=total)
+        return (total, ahead), None
 
     steps = jnp.arange(ring.size - 1, dtype=jnp.int32)
     (total, moving), _ = lax.scan(step, (total, keys), steps)
     return merge(total, ring.attend(queries, _at_step(ring, moving, ring.size - 1)))
 
 
-def ring_backward(ring: Ring, queries: Queries, attended: Attended, keys: Keys) -> Gradients:
+def ring_backward(
+    ring: Ring, queries: Queries, attended: Attended, keys: Keys, *, last_is_free: bool = False
+) -> Gradients:
     """Gradients of the device's queries, and of its keys from the queries of all devices.
 
     Communication per device, in R + 1 permutes (2 if R = 2): the gradients of k and v move R - 1 times, in float32, and
     k and v R times (1); the last, which brings them home, is the price of one loop body for all steps.
+
+    Args:
+        ring, queries, attended, keys: of this device.
+        last_is_free: whether the last block is left to a transfer of the caller, and the last permute ends before it.
     """
     if ring.size == 1:
         return ring.gradients(queries, attended, keys)
     half = queries.q.shape[1] // 2
     first, second = slice(0, half), slice(half, None)
 
-    # Barriers keep what hides a permute from being put off, or done before.
-    moving, _ = _passed_on(ring, keys)
     own = ring.gradients(queries.rows(first), attended.rows(first), keys) if half else None
-    moving, own = lax.optimization_barrier((moving, own))
-    ahead = _passed_on(ring, moving)[0] if ring.size > 2 else moving
+    moving, _, own = _passed_on(ring, keys, beside=own)
     others = ring.gradients(queries, attended, _at_step(ring, moving, 1))
-    ahead, others = lax.optimization_barrier((ahead, others))
 
     def step(carry, number):
         others, moving = carry
-        ahead, (arrived,) = _passed_on(ring, moving, others.dkv)
         here = ring.gradients(queries, attended, _at_step(ring, moving, number))
+        ahead, (arrived,), here = _passed_on(ring, moving, others.dkv, beside=here)
         return (Gradients(others.dq + here.dq, arrived + here.dkv), ahead), None
 
     if ring.size > 2:
+        ahead, _, others = _passed_on(ring, moving, beside=others)
         steps = jnp.arange(2, ring.size, dtype=jnp.int32)
         (others, _), _ = lax.scan(step, (others, ahead), steps)
-    home = _permuted(ring, [others.dkv])[0]
-    rest = ring.gradients(queries.rows(second), attended.rows(second), keys)
+    if last_is_free:
+        (home,), (queries, attended) = _permuted(ring, [others.dkv], (queries, attended))
+        rest = ring.gradients(queries.rows(second), attended.rows(second), keys)
+    else:
+        rest = ring.gradients(queries.rows(second), attended.rows(second), keys)
+        (home,), rest = _permuted(ring, [others.dkv], rest)
     if own is None:
         return Gradients(others.dq + rest.dq, home + rest.dkv)
     dq = jnp.concatenate([own.dq, rest.dq], axis=1)
     return Gradients(others.dq + dq, home + (own.dkv + rest.dkv))
 
 
-def _passed_on(ring: Ring, keys: Keys, *gradients: Array) -> tuple[Keys, list[Array]]:
-    """The previous device's keys, and its gradients of the keys of the step before.
+def _passed_on(ring: Ring, keys: Keys, *gradients: Array, beside: Any) -> tuple[Keys, list[Array], Any]:
+    """The previous device's keys, its gradients of the keys of the step before, and `beside`, as in `_permuted`.
 
     In one permute: a device that may have only one transfer in flight hides that one, and waits for others. Positions
     stay: they are known from the step.
     """
     arrays, structure = jax.tree.flatten((keys.kv, keys.ids, gradients))
-    kv, ids, moved = jax.tree.unflatten(structure, _permuted(ring, arrays))
-    return Keys(kv, ids, keys.positions), list(moved)
+    arrays, beside = _permuted(ring, arrays, beside)
+    kv, ids, moved = jax.tree.unflatten(structure, arrays)
+    return Keys(kv, ids, keys.positions), list(moved), beside
 
 
-def _permuted(ring: Ring, arrays: list[Array]) -> list[Array]:
-    """To the next device, in one array: several kinds of numbers travel as the bits that they are, and stay exact."""
+def _permuted(ring: Ring, arrays: list[Array], beside: Any) -> tuple[list[Array], Any]:
+    """To the next device, in one array: several kinds of numbers travel as the bits that they are, and stay exact.
+
+    What arrives is used when `beside` is there too: left alone the compiler puts off, or does before, what hides it; a
+    loop of one step (R = 2) is none when compiled, and gives no order either.
+    """
     pairs = [(i, (i + 1) % ring.size) for i in range(ring.size)]
     if len(arrays) == 1:
-        return [lax.ppermute(arrays[0], ring.axis_name, pairs)]
+        moved = lax.ppermute(arrays[0], ring.axis_name, pairs)
+        moved, beside = lax.optimization_barrier((moved, beside))
+        return [moved], beside
     bits = jnp.dtype(f"uint{8 * min(x.dtype.itemsize for x in arrays)}")
     parts = [lax.bitcast_convert_type(x, bits) for x in arrays]
     moved = lax.ppermute(jnp.concatenate([x.reshape(-1) for x in parts]), ring.axis_name, pairs)
+    moved, beside = lax.optimization_barrier((moved, beside))
     edges = np.cumsum([x.size for x in parts])[:-1].tolist()
-    return [
+    unpacked = [
         lax.bitcast_convert_type(x.reshape(part.shape), of.dtype)
         for x, part, of in zip(jnp.split(moved, edges), parts, arrays, strict=True)
     ]
+    return unpacked, beside
 
 
 def _at_step(ring: Ring, keys: Keys, number: Array | int) -> Keys:

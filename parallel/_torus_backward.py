@@ -110,8 +110,11 @@ class _Gradients:
             moving = push(self.torus, self.final_q(step.push_q), step.push_q)
         elif step.push_kv:
             moving = push(self.torus, self.final_kv(step.push_kv), step.push_kv)
-        for k, j in step.pairs:
+        # One ring after the other, and the last block for the transfer: one transfer at a time is hidden.
+        for k, j in step.pairs[:-1]:
             self._add(k, j)
+            self.attended, self.dq, self.dkv = lax.optimization_barrier((self.attended, self.dq, self.dkv))
+        self._add(*step.pairs[-1], last_is_free=moving is not None)
         here = moving, self.source, self.attended, self.dq, self.dkv
         if moving is None:
             _, self.source, self.attended, self.dq, self.dkv = lax.optimization_barrier(here)
@@ -143,9 +146,10 @@ class _Gradients:
             self.dq[k] += here.dq
             self.text = self.text._replace(dkv=self.text.dkv + here.dkv)
 
-    def _add(self, k: int, j: int) -> None:
+    def _add(self, k: int, j: int, *, last_is_free: bool = False) -> None:
         """Part k of the queries and part j of the keys, of all devices of the ring."""
-        here = ring_backward(self.torus.ring, self.pulled.queries[k], self.attended[k], self.pulled.keys[j])
+        queries, keys = self.pulled.queries[k], self.pulled.keys[j]
+        here = ring_backward(self.torus.ring, queries, self.attended[k], keys, last_is_free=last_is_free)
         self.dq[k] += here.dq
         self.dkv[j] += here.dkv
 
