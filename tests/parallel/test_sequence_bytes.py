@@ -95,6 +95,21 @@ def test_keys_passed_on_across_machines(attention, shape):
     assert sent(attention, (machines, ulysses, ring), rows, gradient=True) == expected
 
 
+@pytest.mark.parametrize(("machines", "ring"), [(1, 3), (2, 2), (2, 4), (4, 2)])
+def test_rings_inside_machines(machines, ring):
+    """The gradient's ring turns for every pair of machines: N times as much as for one."""
+    rows = Rows(q_loc=machines, k_loc=machines)
+    mesh = abstract_mesh(m=machines, r=ring, u=1)
+    tensor = rows.batch * rows.q_loc * rows.heads * rows.dim * 2
+    across = 4 * (machines - 1) * tensor // machines
+    forward = 2 * (2 if machines > 1 else 1) * (ring - 1) * tensor
+    backward = machines * 2 * tensor * ((ring if ring > 2 else 1) + 2 * (ring - 1))
+    for gradient, expected in ((False, across + forward), (True, 2 * across + forward + backward)):
+        module = lower(TORUS, mesh, ("m", "r", "u"), rows, gradient=gradient)
+        found = sent_by_machine(module, machines_of(mesh, 1))
+        assert found == dict.fromkeys(range(mesh.size), expected)
+
+
 @pytest.mark.parametrize("ulysses", [8, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("attention", [TORUS, ACROSS], ids=["torus", "usp across"])
 def test_thirty_heads_on_four_machines_of_eight(attention, ulysses):
