@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from parallel._block_attention import BlockAttention, BlockMask, local_attention
+from parallel._check import flag
 from parallel._routes import AxisName
 from parallel._sequence_inputs import (
     Inputs,
@@ -67,10 +68,13 @@ def ring_attention(
         Output of this device's rows in their dtype; with `text` a `JointOutput`.
 
     Raises:
-        TypeError: for rows that are not floating point or of several dtypes, ids that are no signed integers, a scale
-            that is traced or no number, a `block_attention` that is none.
-        ValueError: for an axis that is missing, not manual, or given twice; shapes that disagree or have a 0; a text
-            without ids beside rows that have them; replicated keys with `text` or `causal`.
+        TypeError: for rows that are no floating point arrays or of several dtypes, ids that are no signed integers or
+            of 64 bits, a scale that is traced or no number, `causal` or `keys_replicated` that are traced or no bool, a
+            `block_attention` that is none, an axis that is no name; of JAX's own, for forward-mode derivatives
+            (`jax.jvp`, `jax.jacfwd`).
+        ValueError: for an axis that is missing, not manual, or given twice; shapes that disagree or have a 0; ids past
+            int32; a scale that is not finite; a text without ids beside rows that have them; replicated keys with
+            `text` or `causal`.
         NotImplementedError: for a second derivative.
 
     Reference: Liu et al., Ring Attention with Blockwise Transformers, 2023. Here the gradient's first and last
@@ -80,7 +84,8 @@ def ring_attention(
     axes = {"axis_name": axis_name}
     inputs = check_inputs(name, axes, (q, k, v), segment_ids=segment_ids, text=text, scale=scale)
     block = block_or_default(name, block_attention)
-    if keys_replicated:
+    causal = flag(name, "causal", causal)
+    if flag(name, "keys_replicated", keys_replicated):
         return attend_replicated(name, inputs, block, causal=causal)
     torus = Torus((), axis_name, block, inputs.scale, causal)
     kv = jnp.stack([inputs.k, inputs.v])

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from parallel._all_to_all import HeadSplit, all_heads, all_rows, own_heads, rows_to_heads, to_sequence
 from parallel._block_attention import BlockAttention
+from parallel._check import flag, integer
 from parallel._ring_attention import attend, attend_replicated, ids_of
 from parallel._routes import AxisName
 from parallel._sequence_inputs import (
@@ -59,8 +60,8 @@ def ulysses_attention(
         Output of this device's rows in their dtype; with `text` a `JointOutput`.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `ring_attention`; ValueError for head groups that are not 1 to
-            the number of a device's key heads.
+        TypeError, ValueError, NotImplementedError: as `ring_attention`; also for head groups that are no integer, or
+            not 1 to the number of a device's key heads.
 
     Reference: Jacobs et al., DeepSpeed Ulysses, 2023. Here any number of heads, and text.
     """
@@ -121,13 +122,24 @@ def usp_attention(
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of a call of function `name`, under the names of its arguments."""
+    """Of a call of function `name`, under the names of its arguments.
+
+    Raises:
+        TypeError: for one of another kind, or traced.
+        ValueError: for head groups under 1.
+    """
 
     name: str
     causal: bool
     keys_replicated: bool
     head_groups: int
     block: BlockAttention
+
+    def __post_init__(self) -> None:
+        flag(self.name, "causal", self.causal)
+        flag(self.name, "keys_replicated", self.keys_replicated)
+        advice = "1 exchanges all heads at once."
+        integer(self.name, "head_groups", self.head_groups, least=1, advice=advice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +166,10 @@ def attend_by_heads(inputs: Inputs, options: Options, axes: Axes) -> Array | Joi
     Raises:
         ValueError: for replicated keys with text or a causal mask, and head groups that are too many.
     """
-    if options.keys_replicated:
-        return attend_replicated(options.name, inputs, options.block, causal=options.causal)
     split = HeadSplit(inputs.q.shape[2], inputs.k.shape[2], lax.axis_size(axes.heads))
     _check_groups(options, split)
+    if options.keys_replicated:
+        return attend_replicated(options.name, inputs, options.block, causal=options.causal)
     torus = Torus(axes.machine, axes.ring, options.block, inputs.scale, options.causal)
     ids = ids_of(inputs)
     ids = Ids(all_rows(ids.q, axes.ulysses), all_rows(ids.kv, axes.ulysses), ids.text)
@@ -221,7 +233,7 @@ def _of_group(rows: Rows, group: tuple[slice, slice], size: int) -> tuple[Array,
 
 
 def _check_groups(options: Options, split: HeadSplit) -> None:
-    if not 1 <= options.head_groups <= split.kv_loc:
+    if options.head_groups > split.kv_loc:
         raise ValueError(
             f"{options.name}: head_groups is 1 to the key heads of a device; got head_groups={options.head_groups},"
             f" {split.kv_loc} key heads a device ({split.kv_heads} over {split.degree}). Use fewer groups."
