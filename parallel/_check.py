@@ -41,6 +41,8 @@ def flag(caller: str, name: str, value: Any) -> bool:
 def static_scale(caller: str, value: Any, head_dim: int) -> float:
     """Factor on the logits, a Python number: d ** -0.5 for None.
 
+    NumPy's of 64 bits would widen float32 logits under x64, and kernels capture no arrays.
+
     Raises:
         TypeError: if it is no real number, or traced.
         ValueError: if it is not finite.

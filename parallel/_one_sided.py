@@ -121,7 +121,16 @@ def one_sided_ring_attention(
     Reference: Liu et al., Ring Attention with Blockwise Transformers, 2023.
     """
     caller, axes = "one_sided_ring_attention", {"axis_name": axis_name}
-    inputs = check_inputs(caller, axes, (q, k, v), segment_ids=None, text=None, scale=scale)
+    inputs = check_inputs(
+        caller,
+        axes,
+        (q, k, v),
+        segment_ids=None,
+        causal=False,
+        text=None,
+        keys_replicated=False,
+        scale=scale,
+    )
     block = block_or_default(caller, block_attention)
     check_puts(caller, puts)
     if lax.axis_size(axis_name) == 1:

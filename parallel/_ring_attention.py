@@ -4,7 +4,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from parallel._block_attention import BlockAttention, BlockMask, local_attention
-from parallel._check import flag
 from parallel._routes import AxisName
 from parallel._sequence_inputs import (
     Inputs,
@@ -82,12 +81,20 @@ def ring_attention(
     """
     name = "ring_attention"
     axes = {"axis_name": axis_name}
-    inputs = check_inputs(name, axes, (q, k, v), segment_ids=segment_ids, text=text, scale=scale)
+    inputs = check_inputs(
+        name,
+        axes,
+        (q, k, v),
+        segment_ids=segment_ids,
+        causal=causal,
+        text=text,
+        keys_replicated=keys_replicated,
+        scale=scale,
+    )
     block = block_or_default(name, block_attention)
-    causal = flag(name, "causal", causal)
-    if flag(name, "keys_replicated", keys_replicated):
-        return attend_replicated(name, inputs, block, causal=causal)
-    torus = Torus((), axis_name, block, inputs.scale, causal)
+    if inputs.keys_replicated:
+        return attend_replicated(name, inputs, block)
+    torus = Torus((), axis_name, block, inputs.scale, inputs.causal)
     kv = jnp.stack([inputs.k, inputs.v])
     if not inputs.text_length or inputs.text is None:
         rows = Rows(inputs.q, kv)
@@ -121,15 +128,15 @@ def attend(torus: Torus, rows: Rows, ids: Ids) -> Outputs:
     return Outputs(out[:, length:], out[:, :length] if length else None)
 
 
-def attend_replicated(name: str, inputs: Inputs, block: BlockAttention, *, causal: bool) -> Array:
+def attend_replicated(name: str, inputs: Inputs, block: BlockAttention) -> Array:
     """Attention to keys that every device has: local, whatever the algorithm.
 
     Raises:
         ValueError: with text or a causal mask.
     """
-    if causal or inputs.text is not None:
+    if inputs.causal or inputs.text is not None:
         raise ValueError(
-            f"{name}: replicated keys are those of cross-attention; got causal={causal},"
+            f"{name}: replicated keys are those of cross-attention; got causal={inputs.causal},"
             f" text={'no' if inputs.text is None else 'yes'}. Join the text to k and v, or shard k and v."
         )
     mask = BlockMask(inputs.q_ids, inputs.kv_ids)

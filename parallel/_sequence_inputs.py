@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from parallel._block_attention import BlockAttention, check_block
 from parallel._block_platform import PlatformBlockAttention
-from parallel._check import array, int32_ids, kind, static_scale
+from parallel._check import array, flag, int32_ids, kind, static_scale
 
 
 class ReplicatedText(NamedTuple):
@@ -48,6 +48,7 @@ class Inputs(NamedTuple):
         q, k, v: as given.
         q_ids, kv_ids: segment ids, both or neither; int32.
         text: as given, with ids where there are any.
+        causal, keys_replicated: Python's.
         scale: a Python number.
         axes: mesh axes that share a sequence.
     """
@@ -58,6 +59,8 @@ class Inputs(NamedTuple):
     q_ids: Array | None
     kv_ids: Array | None
     text: ReplicatedText | None
+    causal: bool
+    keys_replicated: bool
     scale: float
     axes: tuple[Any, ...]
 
@@ -84,7 +87,9 @@ def check_inputs(
     qkv: tuple[Any, Any, Any],
     *,
     segment_ids: Any,
+    causal: Any,
     text: Any,
+    keys_replicated: Any,
     scale: Any,
 ) -> Inputs:
     """The arguments of function `name`, checked, and the axes that share a sequence.
@@ -94,7 +99,8 @@ def check_inputs(
 
     Raises:
         TypeError: for rows that are no arrays of floating point numbers or of several dtypes, ids that are no signed
-            integers of at most 32 bits, a text that is no `ReplicatedText`, or a scale that is traced or no number.
+            integers of at most 32 bits, a text that is no `ReplicatedText`, flags that are traced or no bool, or a
+            scale that is traced or no number.
         ValueError: if shapes disagree or have a 0; for ids past int32, a scale that is not finite, a text without ids
             beside a sequence that has them; and for axes that are missing, not manual, or given twice.
     """
@@ -110,7 +116,8 @@ def check_inputs(
     together = _varying_axes(q) | _varying_axes(k) | set(names)
     mark = partial(_as_varying, axes=together)
     q, k, v, q_ids, kv_ids, text = jax.tree.map(mark, (q, k, v, q_ids, kv_ids, text))
-    return Inputs(q, k, v, q_ids, kv_ids, text, static_scale(name, scale, q.shape[-1]), names)
+    flags = flag(name, "causal", causal), flag(name, "keys_replicated", keys_replicated)
+    return Inputs(q, k, v, q_ids, kv_ids, text, *flags, static_scale(name, scale, q.shape[-1]), names)
 
 
 def _varying_axes(x: Array) -> frozenset:

@@ -75,6 +75,11 @@ def sequence_mesh(
     """
     devices = device_list("sequence_mesh", devices)
     _check_arguments(devices, ulysses_degree, ring_degree, placement)
+    if devices_per_machine is not None:
+        advice = "Give the devices of one machine."
+        devices_per_machine = integer(
+            "sequence_mesh", "devices_per_machine", devices_per_machine, advice=advice
+        )
     grid = _by_machine(devices, devices_per_machine)
     sizes = _sizes(grid.shape, ulysses_degree, ring_degree, placement)
     across = sizes.data_across, sizes.ulysses_across, sizes.ring_across
@@ -137,12 +142,10 @@ def _by_machine(devices: list[Any], devices_per_machine: int | None) -> np.ndarr
                 f" {', '.join(map(str, counts.values()))}. Give as many devices of each, or devices_per_machine."
             )
         devices_per_machine = next(iter(counts.values()))
-    advice = "Give the devices of one machine."
-    devices_per_machine = integer("sequence_mesh", "devices_per_machine", devices_per_machine, advice=advice)
     if devices_per_machine < 1 or len(ordered) % devices_per_machine:
         raise ValueError(
             "sequence_mesh: devices_per_machine divides the devices; got"
-            f" devices_per_machine={devices_per_machine}, devices={len(ordered)}. {advice}"
+            f" devices_per_machine={devices_per_machine}, devices={len(ordered)}. Give the devices of one machine."
         )
     return np.array(ordered, dtype=object).reshape(-1, devices_per_machine)
 
