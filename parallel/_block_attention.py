@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from parallel._check import kind
 from parallel._online_softmax import Partial, as_partial, row_products, share_of_whole
 
 
@@ -84,6 +85,15 @@ class BlockAttention(Protocol):
         ...
 
 
+def check_block(caller: str, name: str, block: Any) -> None:
+    """Raises TypeError if it is no `BlockAttention`."""
+    if isinstance(block, type) or not isinstance(block, BlockAttention):
+        raise TypeError(
+            f"{caller}: {name} is an object with forward and backward (BlockAttention); got a {kind(block)}. Wrap a"
+            " function in DifferentiableAttention."
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class DifferentiableAttention:
     """A `BlockAttention` made of a plain function that JAX can differentiate.
@@ -98,6 +108,13 @@ class DifferentiableAttention:
     """
 
     function: Callable[[Array, Array, Array, BlockMask, float], tuple[Array, Array]]
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(
+                f"DifferentiableAttention: function is f(q, k, v, mask, scale) -> (out, lse); got a"
+                f" {kind(self.function)}. Give a function."
+            )
 
     def forward(self, q: Array, k: Array, v: Array, mask: BlockMask, scale: float) -> Partial:
         """The function's results."""

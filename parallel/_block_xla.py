@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array
 
 from parallel._block_attention import Attended, BlockMask
+from parallel._check import integer
 from parallel._online_softmax import Partial, row_products
 
 
@@ -41,6 +42,9 @@ class XlaBlockAttention:
     """
 
     block: int = 512
+
+    def __post_init__(self) -> None:
+        integer("XlaBlockAttention", "block", self.block, least=1, advice="Leave it out for the default.")
 
     def forward(self, q: Array, k: Array, v: Array, mask: BlockMask, scale: float) -> Partial:
         """As `BlockAttention.forward`."""

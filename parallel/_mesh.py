@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
+
+from parallel._check import device_list, integer
 
 REPLICA_AXIS = "replica"
 SHARD_AXIS = "shard"
@@ -28,7 +29,7 @@ def data_mesh(devices: Sequence[Any] | None = None, *, shards: int | None = None
         The mesh, with automatic axes.
 
     Raises:
-        TypeError: if `shards` is no integer.
+        TypeError: if `shards` is no integer, or devices are no sequence of devices.
         ValueError: if there are no devices, one is given twice, or they cannot be divided into groups of `shards`.
 
     Example:
@@ -36,17 +37,9 @@ def data_mesh(devices: Sequence[Any] | None = None, *, shards: int | None = None
         >>> mesh.axis_names, mesh.devices.shape
         (('replica', 'shard'), (1, 1))
     """
-    devices = sorted(jax.devices() if devices is None else devices, key=lambda d: (d.process_index, d.id))
-    if not devices or len(set(devices)) != len(devices):
-        raise ValueError(
-            f"data_mesh: devices, at least one and each once; got {len(devices)}, {len(set(devices))} of them"
-            " different. Leave them out for all there are."
-        )
+    devices = sorted(device_list("data_mesh", devices), key=lambda d: (d.process_index, d.id))
     shards = len(devices) if shards is None else shards
-    if not isinstance(shards, (int, np.integer)) or isinstance(shards, bool):
-        raise TypeError(
-            f"data_mesh: shards is an integer; got {type(shards).__name__}. Use 1 to replicate parameters."
-        )
+    shards = integer("data_mesh", "shards", shards, advice="Use 1 to replicate parameters.")
     if shards < 1 or len(devices) % shards:
         raise ValueError(
             f"data_mesh: shards must divide the devices; got shards={shards}, devices={len(devices)}."
@@ -77,11 +70,8 @@ def check_machines(mesh: Mesh, devices_per_machine: int) -> None:
         raise TypeError(
             f"check_machines: mesh is a Mesh; got {type(mesh).__name__}. Make one with data_mesh."
         )
-    if not isinstance(devices_per_machine, (int, np.integer)) or isinstance(devices_per_machine, bool):
-        raise TypeError(
-            "check_machines: devices_per_machine is an integer; got"
-            f" {type(devices_per_machine).__name__}. Give the topology's."
-        )
+    advice = "Give the topology's."
+    devices_per_machine = integer("check_machines", "devices_per_machine", devices_per_machine, advice=advice)
     devices = mesh.devices.ravel().tolist()
     if devices_per_machine < 1 or len(devices) % devices_per_machine:
         raise ValueError(

@@ -13,11 +13,11 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from parallel._block_attention import BlockAttention, BlockMask, local_attention, once_differentiable
-from parallel._block_platform import PlatformBlockAttention
-from parallel._one_sided_puts import Puts
+from parallel._check import array, integer
+from parallel._one_sided_puts import Puts, check_puts
 from parallel._ring_loop import Attended, Keys, Queries, Ring, ring_backward
 from parallel._routes import AxisName
-from parallel._sequence_inputs import check_inputs
+from parallel._sequence_inputs import block_or_default, check_axes, check_inputs
 
 
 def one_sided_all_to_all(
@@ -41,18 +41,25 @@ def one_sided_all_to_all(
         The parts of all devices for this one, joined along `concat_axis`.
 
     Raises:
-        ValueError: if the devices do not divide the axis to split, or an axis is not one of x.
+        TypeError: if x is no array, an axis of it no integer, or `puts` are no kernels.
+        ValueError: if the devices do not divide the axis to split, or an axis is not one of x; for a mesh axis that is
+            missing, not manual, or given twice.
         NotImplementedError: for what the kernels do not do.
     """
+    caller = "one_sided_all_to_all"
+    check_axes(caller, {"axis_name": axis_name})
+    check_puts(caller, puts)
+    x = array(caller, "x", x, advice="Exchange the leaves of a pytree one by one.")
     size = lax.axis_size(axis_name)
     for name, axis in (("split_axis", split_axis), ("concat_axis", concat_axis)):
-        if not 0 <= axis < x.ndim:
+        advice = f"Give one of the {x.ndim} axes of x."
+        if not 0 <= integer(caller, name, axis, advice=advice) < x.ndim:
             raise ValueError(
-                f"one_sided_all_to_all: {name} is an axis of x, counted from 0; got {name}={axis} for {x.shape}."
+                f"{caller}: {name} is an axis of x, counted from 0; got {name}={axis} for {x.shape}. {advice}"
             )
     if x.shape[split_axis] % size:
         raise ValueError(
-            f"one_sided_all_to_all: the devices divide the axis to split; got {x.shape[split_axis]} of {x.shape} over"
+            f"{caller}: the devices divide the axis to split; got {x.shape[split_axis]} of {x.shape} over"
             f" {size} devices. Pad it."
         )
     if size == 1:
@@ -108,16 +115,24 @@ def one_sided_ring_attention(
         Output of this device's rows in their dtype.
 
     Raises:
-        TypeError, ValueError: as `ring_attention`.
+        TypeError, ValueError: as `ring_attention`; TypeError for `puts` that are no kernels.
         NotImplementedError: for what the kernels do not do; for a second derivative.
 
     Reference: Liu et al., Ring Attention with Blockwise Transformers, 2023.
     """
-    axes = {"axis_name": axis_name}
+    caller, axes = "one_sided_ring_attention", {"axis_name": axis_name}
     inputs = check_inputs(
-        "one_sided_ring_attention", axes, (q, k, v), segment_ids=None, text=None, scale=scale
+        caller,
+        axes,
+        (q, k, v),
+        segment_ids=None,
+        causal=False,
+        text=None,
+        keys_replicated=False,
+        scale=scale,
     )
-    block = block_attention or PlatformBlockAttention()
+    block = block_or_default(caller, block_attention)
+    check_puts(caller, puts)
     if lax.axis_size(axis_name) == 1:
         return local_attention(
             inputs.q, inputs.k, inputs.v, BlockMask(), scale=inputs.scale, block_attention=block

@@ -4,13 +4,14 @@ Pallas' modules for each are experimental, and loaded when used: no other part o
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jax import lax
 from jaxtyping import Array, Float
 
-from parallel._block_attention import BlockAttention
+from parallel._block_attention import BlockAttention, check_block
 from parallel._block_xla import XlaBlockAttention
+from parallel._check import flag, integer, kind
 from parallel._online_softmax import Partial
 from parallel._routes import AxisName
 
@@ -50,6 +51,11 @@ class SimulatedPuts:
     eager: bool = False
     detect_races: bool = False
 
+    def __post_init__(self) -> None:
+        check_block("SimulatedPuts", "block", self.block)
+        flag("SimulatedPuts", "eager", self.eager)
+        flag("SimulatedPuts", "detect_races", self.detect_races)
+
     def exchange(self, parts: Float[Array, "p ..."], axis_name: AxisName) -> Float[Array, "p ..."]:
         """As `Puts.exchange`."""
         from parallel._one_sided_simulated import Simulator, exchange
@@ -88,6 +94,10 @@ class MosaicPuts:
     put_blocks: int = 16
     attention_blocks: int = 116
 
+    def __post_init__(self) -> None:
+        for name in ("exchange_blocks", "put_blocks", "attention_blocks"):
+            integer("MosaicPuts", name, getattr(self, name), least=1, advice="Leave it out for the default.")
+
     def exchange(self, parts: Float[Array, "p ..."], axis_name: AxisName) -> Float[Array, "p ..."]:
         """As `Puts.exchange`; any shape, padded to whole tiles of 8 KiB."""
         from parallel._one_sided_mosaic import exchange
@@ -120,3 +130,12 @@ class MosaicPuts:
         from parallel._one_sided_mosaic import Blocks, ring
 
         return ring(q, kv, axis_name, scale, Blocks(self.put_blocks, self.attention_blocks))
+
+
+def check_puts(caller: str, puts: Any) -> None:
+    """Raises TypeError if they are no `Puts`."""
+    if isinstance(puts, type) or not isinstance(puts, Puts):
+        raise TypeError(
+            f"{caller}: puts are an object with exchange and ring (Puts); got a {kind(puts)}. Give SimulatedPuts() on"
+            " CPU devices, MosaicPuts() on GPUs."
+        )

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from parallel._check import static_scale
 from parallel._packed_segments import PackedKernel, PackedOutput, PackedSegments
 from parallel._pallas_attention import PallasKernel, kernel_tiles
 
@@ -230,13 +231,13 @@ def packed_attention(
     Raises:
         TypeError: for rows that are neither float32 nor bfloat16, ids or blocks that are no signed integers, or a
             scale that is traced or no number.
-        ValueError: if rows, ids and blocks disagree.
+        ValueError: if rows, ids and blocks disagree, or the scale is not finite.
         NotImplementedError: for a second derivative.
     """
     _check_rows(q, k, v)
     q, k, v, segments = jax.tree.map(jnp.asarray, (q, k, v, segments))  # NumPy's take no traced index
     _check_segments(q, k, segments)
-    scale = q.shape[-1] ** -0.5 if scale is None else _static_scale(scale)
+    scale = static_scale("packed_attention", scale, q.shape[-1])
     return _packed(kernel or _PlatformKernel(), scale, segments, q, k, v)
 
 
@@ -274,15 +275,3 @@ def _check_segments(q: Array, k: Array, segments: PackedSegments) -> None:
                 f"packed_attention: ranges of blocks have shape (blocks, 2); got {blocks.shape} for {name}."
                 " Each is the first block and the one after the last."
             )
-
-
-def _static_scale(scale: Any) -> float:
-    """A Python number: NumPy's of 64 bits would widen float32 logits under x64, and kernels capture no arrays."""
-    if isinstance(scale, jax.core.Tracer):
-        raise TypeError(
-            "packed_attention: scale must be a static number; got a traced one. Multiply q by it, and give scale=1."
-        )
-    try:
-        return float(scale)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"packed_attention: scale must be a number; got a {type(scale).__name__}.") from error

@@ -67,10 +67,13 @@ def ring_attention(
         Output of this device's rows in their dtype; with `text` a `JointOutput`.
 
     Raises:
-        TypeError: for rows that are not floating point or of several dtypes, ids that are no signed integers, a scale
-            that is traced or no number, a `block_attention` that is none.
-        ValueError: for an axis that is missing, not manual, or given twice; shapes that disagree or have a 0; a text
-            without ids beside rows that have them; replicated keys with `text` or `causal`.
+        TypeError: for rows that are no floating point arrays or of several dtypes, ids that are no signed integers or
+            of 64 bits, a scale that is traced or no number, `causal` or `keys_replicated` that are traced or no bool, a
+            `block_attention` that is none, an axis that is no name; of JAX's own, for forward-mode derivatives
+            (`jax.jvp`, `jax.jacfwd`).
+        ValueError: for an axis that is missing, not manual, or given twice; shapes that disagree or have a 0; ids past
+            int32; a scale that is not finite; a text without ids beside rows that have them; replicated keys with
+            `text` or `causal`.
         NotImplementedError: for a second derivative.
 
     Reference: Liu et al., Ring Attention with Blockwise Transformers, 2023. Here the gradient's first and last
@@ -78,11 +81,20 @@ def ring_attention(
     """
     name = "ring_attention"
     axes = {"axis_name": axis_name}
-    inputs = check_inputs(name, axes, (q, k, v), segment_ids=segment_ids, text=text, scale=scale)
+    inputs = check_inputs(
+        name,
+        axes,
+        (q, k, v),
+        segment_ids=segment_ids,
+        causal=causal,
+        text=text,
+        keys_replicated=keys_replicated,
+        scale=scale,
+    )
     block = block_or_default(name, block_attention)
-    if keys_replicated:
-        return attend_replicated(name, inputs, block, causal=causal)
-    torus = Torus((), axis_name, block, inputs.scale, causal)
+    if inputs.keys_replicated:
+        return attend_replicated(name, inputs, block)
+    torus = Torus((), axis_name, block, inputs.scale, inputs.causal)
     kv = jnp.stack([inputs.k, inputs.v])
     if not inputs.text_length or inputs.text is None:
         rows = Rows(inputs.q, kv)
@@ -116,15 +128,15 @@ def attend(torus: Torus, rows: Rows, ids: Ids) -> Outputs:
     return Outputs(out[:, length:], out[:, :length] if length else None)
 
 
-def attend_replicated(name: str, inputs: Inputs, block: BlockAttention, *, causal: bool) -> Array:
+def attend_replicated(name: str, inputs: Inputs, block: BlockAttention) -> Array:
     """Attention to keys that every device has: local, whatever the algorithm.
 
     Raises:
         ValueError: with text or a causal mask.
     """
-    if causal or inputs.text is not None:
+    if inputs.causal or inputs.text is not None:
         raise ValueError(
-            f"{name}: replicated keys are those of cross-attention; got causal={causal},"
+            f"{name}: replicated keys are those of cross-attention; got causal={inputs.causal},"
             f" text={'no' if inputs.text is None else 'yes'}. Join the text to k and v, or shard k and v."
         )
     mask = BlockMask(inputs.q_ids, inputs.kv_ids)

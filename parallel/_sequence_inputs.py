@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from parallel._block_attention import BlockAttention
+from parallel._block_attention import BlockAttention, check_block
 from parallel._block_platform import PlatformBlockAttention
+from parallel._check import array, flag, int32_ids, kind, static_scale
 
 
 class ReplicatedText(NamedTuple):
@@ -46,6 +48,7 @@ class Inputs(NamedTuple):
         q, k, v: as given.
         q_ids, kv_ids: segment ids, both or neither; int32.
         text: as given, with ids where there are any.
+        causal, keys_replicated: Python's.
         scale: a Python number.
         axes: mesh axes that share a sequence.
     """
@@ -56,6 +59,8 @@ class Inputs(NamedTuple):
     q_ids: Array | None
     kv_ids: Array | None
     text: ReplicatedText | None
+    causal: bool
+    keys_replicated: bool
     scale: float
     axes: tuple[Any, ...]
 
@@ -82,7 +87,9 @@ def check_inputs(
     qkv: tuple[Any, Any, Any],
     *,
     segment_ids: Any,
+    causal: Any,
     text: Any,
+    keys_replicated: Any,
     scale: Any,
 ) -> Inputs:
     """The arguments of function `name`, checked, and the axes that share a sequence.
@@ -91,13 +98,14 @@ def check_inputs(
     of `shard_map(check_vma=True)`, and nothing otherwise.
 
     Raises:
-        TypeError: for rows that are no floating point numbers or of several dtypes, ids that are no signed integers, a
-            text that is no `ReplicatedText`, or a scale that is traced or no number.
-        ValueError: if shapes disagree or have a 0; for a text without ids beside a sequence that has them; and for axes
-            that are missing, not manual, or given twice.
+        TypeError: for rows that are no arrays of floating point numbers or of several dtypes, ids that are no signed
+            integers of at most 32 bits, a text that is no `ReplicatedText`, flags that are traced or no bool, or a
+            scale that is traced or no number.
+        ValueError: if shapes disagree or have a 0; for ids past int32, a scale that is not finite, a text without ids
+            beside a sequence that has them; and for axes that are missing, not manual, or given twice.
     """
-    names = _check_axes(name, axes)
-    q, k, v = (jnp.asarray(x) for x in qkv)
+    names = check_axes(name, axes)
+    q, k, v = _arrays(name, "", *qkv)
     _check_rows(name, "q, k and v", q, k, v)
     ids = _id_pair(name, segment_ids, q, k)
     if text is not None:
@@ -108,7 +116,8 @@ def check_inputs(
     together = _varying_axes(q) | _varying_axes(k) | set(names)
     mark = partial(_as_varying, axes=together)
     q, k, v, q_ids, kv_ids, text = jax.tree.map(mark, (q, k, v, q_ids, kv_ids, text))
-    return Inputs(q, k, v, q_ids, kv_ids, text, _static_scale(name, scale, q.shape[-1]), names)
+    flags = flag(name, "causal", causal), flag(name, "keys_replicated", keys_replicated)
+    return Inputs(q, k, v, q_ids, kv_ids, text, *flags, static_scale(name, scale, q.shape[-1]), names)
 
 
 def _varying_axes(x: Array) -> frozenset:
@@ -123,15 +132,23 @@ def _as_varying(x: Array, axes: Iterable[Any]) -> Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def _check_axes(name: str, axes: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The axes in order: of an enclosing `shard_map`, each once."""
+def check_axes(name: str, axes: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The axes in order: of an enclosing `shard_map`, each once.
+
+    Raises:
+        TypeError: for what is no name, nor a tuple of names.
+        ValueError: for axes that are missing, not manual, or given twice.
+    """
     seen: dict[Any, str] = {}
     mesh = jax.sharding.get_abstract_mesh()
     for argument, axis in axes.items():
         for one in axis if isinstance(axis, tuple) else (axis,):
-            if not isinstance(one, Hashable):
+            # JAX takes integers for axes of an array.
+            if isinstance(one, (tuple, int)) or not isinstance(one, Hashable):
+                where = " inside a tuple" if isinstance(axis, tuple) else ""
                 raise TypeError(
-                    f"{name}: {argument} is a name or a tuple of names; got a {type(one).__name__}. Use a tuple."
+                    f"{name}: {argument} is a name or a tuple of names; got a {type(one).__name__}{where}. Use a flat"
+                    " tuple of mesh axes, () for none."
                 )
             try:
                 lax.axis_size(one)
@@ -148,6 +165,11 @@ def _check_axes(name: str, axes: Mapping[str, Any]) -> tuple[Any, ...]:
                 )
             seen[one] = argument
     return tuple(seen)
+
+
+def _arrays(name: str, of: str, *qkv: Any) -> tuple[Array, ...]:
+    advice = "Give (batch, length, heads, head_dim)."
+    return tuple(array(name, f"{of}{what}", x, advice=advice) for what, x in zip("qkv", qkv, strict=True))
 
 
 def _check_rows(name: str, what: str, q: Array, k: Array, v: Array, *, may_be_empty: bool = False) -> None:
@@ -178,10 +200,16 @@ def _check_rows(name: str, what: str, q: Array, k: Array, v: Array, *, may_be_em
 def _id_pair(name: str, segment_ids: Any, q: Array, k: Array) -> tuple[Array, Array] | None:
     if segment_ids is None:
         return None
+    if not isinstance(segment_ids, (tuple, jax.Array, np.ndarray)):
+        raise TypeError(
+            f"{name}: segment_ids is one array, or a tuple (query ids, key ids); got a {kind(segment_ids)}. Leave it"
+            " out if there are none."
+        )
     pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
     if len(pair) != 2:
         raise ValueError(
-            f"{name}: segment_ids is one array, or a pair of query and key ids; got {len(pair)} arrays."
+            f"{name}: segment_ids is one array, or a pair of query and key ids; got {len(pair)} arrays. Give a tuple of"
+            " two."
         )
     q_ids, kv_ids = (
         _check_ids(name, f"segment_ids of {what}", ids, x)
@@ -191,21 +219,20 @@ def _id_pair(name: str, segment_ids: Any, q: Array, k: Array) -> tuple[Array, Ar
 
 
 def _check_ids(name: str, what: str, ids: Any, rows: Array) -> Array:
-    ids = jnp.asarray(ids)
-    if not jnp.issubdtype(ids.dtype, jnp.signedinteger):
-        raise TypeError(f"{name}: {what} are signed integers; got {ids.dtype}. Use int32.")
+    ids = int32_ids(name, what, ids)
     if ids.shape != rows.shape[:2]:
         raise ValueError(
-            f"{name}: {what} are (batch, length) like the rows; got {ids.shape} for rows {rows.shape}. Give a pair"
+            f"{name}: {what} are (batch, length) like the rows; got {ids.shape} for rows {rows.shape}. Give a tuple"
             " (query ids, key ids) if lengths differ, and ids of the device's own rows."
         )
-    return ids.astype(jnp.int32)
+    return ids
 
 
 def _check_text(name: str, text: Any, q: Array, k: Array, *, has_ids: bool) -> ReplicatedText:
     if not isinstance(text, ReplicatedText):
         raise TypeError(f"{name}: text is a ReplicatedText(q, k, v); got a {type(text).__name__}.")
-    text = jax.tree.map(jnp.asarray, text)
+    rows = _arrays(name, "the text's ", text.q, text.k, text.v)
+    text = text._replace(**dict(zip("qkv", rows, strict=True)))
     _check_rows(name, "the text's q, k and v", text.q, text.k, text.v, may_be_empty=True)
     for mine, of in ((text.q, q), (text.k, k)):
         if mine.dtype != of.dtype or (mine.shape[0], *mine.shape[2:]) != (of.shape[0], *of.shape[2:]):
@@ -237,22 +264,5 @@ def block_or_default(name: str, block: Any) -> BlockAttention:
     """
     if block is None:
         return PlatformBlockAttention()
-    if isinstance(block, type) or not isinstance(block, BlockAttention):
-        raise TypeError(
-            f"{name}: block_attention is an object with forward and backward (BlockAttention); got a"
-            f" {type(block).__name__}. Wrap a function in DifferentiableAttention."
-        )
+    check_block(name, "block_attention", block)
     return block
-
-
-def _static_scale(name: str, scale: Any, head_dim: int) -> float:
-    if scale is None:
-        return head_dim**-0.5
-    if isinstance(scale, jax.core.Tracer):
-        raise TypeError(
-            f"{name}: scale is a static number; got a traced one. Multiply q by it, and give scale=1."
-        )
-    try:
-        return float(scale)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name}: scale is a number; got a {type(scale).__name__}.") from error

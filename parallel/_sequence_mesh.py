@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
+
+from parallel._check import device_list, integer, kind
 
 SEQUENCE_DATA_AXIS = "data"
 # Across machines, and inside one.
@@ -62,7 +63,8 @@ def sequence_mesh(
         causal `usp_attention`, and for a causal `torus_attention` over (ULYSSES_AXES[0], *RING_AXES, ULYSSES_AXES[1]).
 
     Raises:
-        TypeError: if a degree is no integer, or the placement none.
+        TypeError: if a degree or `devices_per_machine` is no integer, the placement none, or devices are no sequence of
+            devices.
         ValueError: if there are no devices, one is given twice, machines have different numbers of devices, or
             `devices_per_machine` or the degrees do not divide the devices.
 
@@ -71,8 +73,13 @@ def sequence_mesh(
         >>> mesh.axis_names
         ('data', 'ulysses_across', 'ring_across', 'ulysses_inside', 'ring_inside')
     """
-    devices = list(jax.devices() if devices is None else devices)
+    devices = device_list("sequence_mesh", devices)
     _check_arguments(devices, ulysses_degree, ring_degree, placement)
+    if devices_per_machine is not None:
+        advice = "Give the devices of one machine."
+        devices_per_machine = integer(
+            "sequence_mesh", "devices_per_machine", devices_per_machine, advice=advice
+        )
     grid = _by_machine(devices, devices_per_machine)
     sizes = _sizes(grid.shape, ulysses_degree, ring_degree, placement)
     across = sizes.data_across, sizes.ulysses_across, sizes.ring_across
@@ -144,18 +151,13 @@ def _by_machine(devices: list[Any], devices_per_machine: int | None) -> np.ndarr
 
 
 def _check_arguments(devices: list[Any], ulysses: Any, ring: Any, placement: Any) -> None:
-    if not devices or len(set(devices)) != len(devices):
-        raise ValueError(
-            f"sequence_mesh: devices, at least one and each once; got {len(devices)}, {len(set(devices))} of them"
-            " different. Leave them out for all there are."
-        )
     if not isinstance(placement, Placement):
-        raise TypeError(f"sequence_mesh: placement is a Placement; got {type(placement).__name__}.")
+        raise TypeError(
+            f"sequence_mesh: placement is a Placement; got {kind(placement)}. Give Placement.ULYSSES_INSIDE or"
+            " Placement.ULYSSES_ACROSS."
+        )
     for name, degree in (("ulysses_degree", ulysses), ("ring_degree", ring)):
-        if not isinstance(degree, (int, np.integer)) or isinstance(degree, bool):
-            raise TypeError(
-                f"sequence_mesh: {name} is an integer; got {type(degree).__name__}. Use 1 for none."
-            )
+        integer("sequence_mesh", name, degree, advice="Use 1 for none.")
     if ulysses < 1 or ring < 1 or len(devices) % (ulysses * ring):
         raise ValueError(
             "sequence_mesh: ulysses_degree x ring_degree divides the devices; got"

@@ -4,8 +4,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Int
+
+from parallel._check import check_array, int32_ids, integer
 
 
 class PaddedSequence(NamedTuple):
@@ -13,7 +14,7 @@ class PaddedSequence(NamedTuple):
 
     Attributes:
         rows: as given, (b, length filled up, ...).
-        segment_ids: for the attention, 0 = padding; None if there is no padding and none were given.
+        segment_ids: for the attention, int32, 0 = padding; None if there is no padding and none were given.
     """
 
     rows: Any
@@ -30,22 +31,31 @@ def pad_sequence(rows: Any, *, degree: int, segment_ids: Any = None) -> PaddedSe
         rows: array or pytree of arrays (b, l, ...), all of one batch and length (tokens, positions, tables of RoPE,
             q, k, v); each is filled up alike.
         degree: devices that share a sequence: the product of the sizes of its axes.
-        segment_ids: (b, l) ids of packed rows, by default all of one segment.
+        segment_ids: (b, l) ids of packed rows, signed integers; by default all of one segment.
 
     Returns:
         Rows and ids of max(ceil(l / degree), 1) * degree rows; `unpad_sequence` undoes it.
 
     Raises:
-        TypeError: if `degree` is no integer.
-        ValueError: for a degree under 1, no rows, or rows and ids of several lengths.
+        TypeError: if `degree` is no integer, rows are no arrays, or ids no signed integers or of 64 bits.
+        ValueError: for a degree under 1, no rows, rows and ids of several lengths, or ids past int32.
 
     Example:
         >>> padded = pad_sequence(jnp.ones((1, 5, 2)), degree=4)
         >>> padded.rows.shape, padded.segment_ids.tolist()
         ((1, 8, 2), [[1, 1, 1, 1, 1, 0, 0, 0]])
     """
-    _check_degree(degree)
-    shapes = {x.shape[:2] for x in jax.tree.leaves((rows, segment_ids))}
+    advice = "Give the devices of a sequence."
+    degree = integer("pad_sequence", "degree", degree, least=1, advice=advice)
+    leaves = _leaves("pad_sequence", rows)
+    if segment_ids is not None:
+        segment_ids = int32_ids("pad_sequence", "segment_ids", segment_ids)
+        if segment_ids.ndim != 2:
+            raise ValueError(
+                f"pad_sequence: segment_ids are (batch, length); got {segment_ids.shape}. One id for each row."
+            )
+        leaves = [*leaves, segment_ids]
+    shapes = {x.shape[:2] for x in leaves}
     if len(shapes) != 1 or len(next(iter(shapes))) != 2:
         raise ValueError(
             "pad_sequence: rows and segment_ids are (batch, length, ...) of one batch and length; got"
@@ -55,7 +65,7 @@ def pad_sequence(rows: Any, *, degree: int, segment_ids: Any = None) -> PaddedSe
     padding = max(-(-length // degree), 1) * degree - length
     if not padding:
         return PaddedSequence(rows, segment_ids)
-    ids = jnp.ones((batch, length), jnp.int32) if segment_ids is None else jnp.asarray(segment_ids)
+    ids = jnp.ones((batch, length), jnp.int32) if segment_ids is None else segment_ids
 
     def fill(x: Any) -> Array:
         return jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
@@ -67,13 +77,22 @@ def unpad_sequence(rows: Any, *, length: int) -> Any:
     """The first `length` rows of each array (b, l, ...).
 
     Raises:
-        ValueError: if an array has fewer.
+        TypeError: if the length is no integer, or traced, or rows are no arrays.
+        ValueError: if an array has fewer, or no length.
 
     Example:
         >>> unpad_sequence(jnp.ones((1, 8, 2)), length=5).shape
         (1, 5, 2)
     """
-    shortest = min((x.shape[1] for x in jax.tree.leaves(rows)), default=length)
+    advice = "Give that of the rows before pad_sequence, which programs know when they are traced."
+    length = integer("unpad_sequence", "length", length, advice=advice)
+    leaves = _leaves("unpad_sequence", rows)
+    if any(x.ndim < 2 for x in leaves):
+        raise ValueError(
+            f"unpad_sequence: rows are (batch, length, ...); got {sorted({x.shape for x in leaves})}."
+            " Give what pad_sequence returned."
+        )
+    shortest = min((x.shape[1] for x in leaves), default=length)
     if not 0 <= length <= shortest:
         raise ValueError(
             f"unpad_sequence: length is at most that of the rows; got length={length}, rows={shortest}. Give the length"
@@ -82,10 +101,8 @@ def unpad_sequence(rows: Any, *, length: int) -> Any:
     return jax.tree.map(lambda x: x[:, :length], rows)
 
 
-def _check_degree(degree: Any) -> None:
-    if not isinstance(degree, (int, np.integer)) or isinstance(degree, bool):
-        raise TypeError(f"pad_sequence: degree is an integer; got {type(degree).__name__}.")
-    if degree < 1:
-        raise ValueError(
-            f"pad_sequence: degree is at least 1; got degree={degree}. Give the devices of a sequence."
-        )
+def _leaves(caller: str, rows: Any) -> list[Any]:
+    leaves = jax.tree.leaves(rows)
+    for leaf in leaves:
+        check_array(caller, "each leaf of rows", leaf, advice="A list is a pytree: make arrays of lists.")
+    return leaves

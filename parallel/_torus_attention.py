@@ -4,8 +4,8 @@ from jaxtyping import Array, Float
 
 from parallel._block_attention import BlockAttention
 from parallel._routes import AxisName
-from parallel._sequence_inputs import JointOutput, ReplicatedText, SegmentIds, block_or_default, check_inputs
-from parallel._ulysses_attention import Axes, Options, attend_by_heads
+from parallel._sequence_inputs import JointOutput, ReplicatedText, SegmentIds, check_inputs
+from parallel._ulysses_attention import Axes, attend_by_heads, check_options
 
 
 def torus_attention(
@@ -57,6 +57,15 @@ def torus_attention(
     """
     name = "torus_attention"
     axes = {"machine_axis": machine_axis, "ulysses_axis": ulysses_axis, "ring_axis": ring_axis}
-    inputs = check_inputs(name, axes, (q, k, v), segment_ids=segment_ids, text=text, scale=scale)
-    options = Options(name, causal, keys_replicated, 1, block_or_default(name, block_attention))
+    inputs = check_inputs(
+        name,
+        axes,
+        (q, k, v),
+        segment_ids=segment_ids,
+        causal=causal,
+        text=text,
+        keys_replicated=keys_replicated,
+        scale=scale,
+    )
+    options = check_options(name, block_attention)
     return attend_by_heads(inputs, options, Axes(machine_axis, ulysses_axis, ring_axis))

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from parallel._all_to_all import HeadSplit, all_heads, all_rows, own_heads, rows_to_heads, to_sequence
 from parallel._block_attention import BlockAttention
+from parallel._check import integer
 from parallel._ring_attention import attend, attend_replicated, ids_of
 from parallel._routes import AxisName
 from parallel._sequence_inputs import (
@@ -59,17 +60,23 @@ def ulysses_attention(
         Output of this device's rows in their dtype; with `text` a `JointOutput`.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `ring_attention`; ValueError for head groups that are not 1 to
-            the number of a device's key heads.
+        TypeError, ValueError, NotImplementedError: as `ring_attention`; also for head groups that are no integer, or
+            not 1 to the number of a device's key heads.
 
     Reference: Jacobs et al., DeepSpeed Ulysses, 2023. Here any number of heads, and text.
     """
-    axes = {"axis_name": axis_name}
+    name = "ulysses_attention"
     inputs = check_inputs(
-        "ulysses_attention", axes, (q, k, v), segment_ids=segment_ids, text=text, scale=scale
+        name,
+        {"axis_name": axis_name},
+        (q, k, v),
+        segment_ids=segment_ids,
+        causal=causal,
+        text=text,
+        keys_replicated=keys_replicated,
+        scale=scale,
     )
-    block = block_or_default("ulysses_attention", block_attention)
-    options = Options("ulysses_attention", causal, keys_replicated, head_groups, block)
+    options = check_options(name, block_attention, head_groups)
     return attend_by_heads(inputs, options, Axes(ulysses=axis_name))
 
 
@@ -112,22 +119,40 @@ def usp_attention(
 
     Reference: Fang and Zhao, USP: A Unified Sequence Parallelism Approach, 2024.
     """
-    axes = {"ulysses_axis": ulysses_axis, "ring_axis": ring_axis}
-    inputs = check_inputs("usp_attention", axes, (q, k, v), segment_ids=segment_ids, text=text, scale=scale)
-    block = block_or_default("usp_attention", block_attention)
-    options = Options("usp_attention", causal, keys_replicated, head_groups, block)
+    name = "usp_attention"
+    inputs = check_inputs(
+        name,
+        {"ulysses_axis": ulysses_axis, "ring_axis": ring_axis},
+        (q, k, v),
+        segment_ids=segment_ids,
+        causal=causal,
+        text=text,
+        keys_replicated=keys_replicated,
+        scale=scale,
+    )
+    options = check_options(name, block_attention, head_groups)
     return attend_by_heads(inputs, options, Axes(ulysses=ulysses_axis, ring=ring_axis))
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of a call of function `name`, under the names of its arguments."""
+    """Of a call of function `name`, checked."""
 
     name: str
-    causal: bool
-    keys_replicated: bool
     head_groups: int
     block: BlockAttention
+
+
+def check_options(name: str, block_attention: Any, head_groups: Any = 1) -> Options:
+    """The options of function `name`.
+
+    Raises:
+        TypeError: for head groups that are no integer, or a block attention that is none.
+        ValueError: for head groups under 1.
+    """
+    block = block_or_default(name, block_attention)
+    advice = "1 exchanges all heads at once."
+    return Options(name, integer(name, "head_groups", head_groups, least=1, advice=advice), block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +179,11 @@ def attend_by_heads(inputs: Inputs, options: Options, axes: Axes) -> Array | Joi
     Raises:
         ValueError: for replicated keys with text or a causal mask, and head groups that are too many.
     """
-    if options.keys_replicated:
-        return attend_replicated(options.name, inputs, options.block, causal=options.causal)
     split = HeadSplit(inputs.q.shape[2], inputs.k.shape[2], lax.axis_size(axes.heads))
     _check_groups(options, split)
-    torus = Torus(axes.machine, axes.ring, options.block, inputs.scale, options.causal)
+    if inputs.keys_replicated:
+        return attend_replicated(options.name, inputs, options.block)
+    torus = Torus(axes.machine, axes.ring, options.block, inputs.scale, inputs.causal)
     ids = ids_of(inputs)
     ids = Ids(all_rows(ids.q, axes.ulysses), all_rows(ids.kv, axes.ulysses), ids.text)
     rows = _spread_rows(inputs, split, axes.heads)
@@ -221,7 +246,7 @@ def _of_group(rows: Rows, group: tuple[slice, slice], size: int) -> tuple[Array,
 
 
 def _check_groups(options: Options, split: HeadSplit) -> None:
-    if not 1 <= options.head_groups <= split.kv_loc:
+    if options.head_groups > split.kv_loc:
         raise ValueError(
             f"{options.name}: head_groups is 1 to the key heads of a device; got head_groups={options.head_groups},"
             f" {split.kv_loc} key heads a device ({split.kv_heads} over {split.degree}). Use fewer groups."

@@ -1,5 +1,7 @@
 """Collectives of XLA without the copies between its buffers and NCCL's."""
 
+from parallel._check import flag
+
 
 def zero_copy_options(*, symmetric: bool = True) -> dict[str, bool]:
     """Compiler options with which NCCL sends from, and receives into, the program's own buffers. Experimental.
@@ -25,8 +27,13 @@ def zero_copy_options(*, symmetric: bool = True) -> dict[str, bool]:
 
     Returns:
         For `jax.jit(..., compiler_options=...)` or `Lowered.compile(compiler_options=...)`.
+
+    Raises:
+        TypeError: if `symmetric` is no bool.
     """
     return {
         "xla_gpu_enable_nccl_user_buffers": True,
-        "xla_gpu_experimental_enable_nccl_symmetric_buffers": symmetric,
+        "xla_gpu_experimental_enable_nccl_symmetric_buffers": flag(
+            "zero_copy_options", "symmetric", symmetric
+        ),
     }

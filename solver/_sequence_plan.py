@@ -164,19 +164,25 @@ def _checked_shape(
     heads = integer(_CALLER, "num_heads", num_heads, most=MOST_HEADS, advice="FLUX.1 has 24.")
     dim = integer(_CALLER, "head_dim", head_dim, most=MOST_HEADS, advice="FLUX.1 has 128.")
     batch = integer(_CALLER, "batch", batch, most=MOST_HEADS, advice="Give the sequences of one branch.")
-    parts = lengths if isinstance(lengths, tuple) else (lengths,)
-    if not 1 <= len(parts) <= 2:
+    return SequenceShape(heads, dim, _checked_tokens(lengths), batch)
+
+
+def _checked_tokens(lengths: int | tuple[int, int]) -> int:
+    """Tokens of a sequence, image and text together."""
+    advice = "Give tokens after patches are made, as an integer or a tuple (image tokens, text tokens)."
+    if not isinstance(lengths, tuple):
+        return integer(_CALLER, "lengths", lengths, most=_MOST_TOKENS, advice=advice)
+    if not 1 <= len(lengths) <= 2:
         raise ValueError(
-            f"{_CALLER}: lengths is tokens, or (image tokens, text tokens); got {len(parts)} entries."
+            f"{_CALLER}: lengths is tokens, or (image tokens, text tokens); got {len(lengths)} entries."
             " Plan sequences of other lengths one by one."
         )
-    advice = "Give tokens after patches are made."
-    least = (1, 0)
+    parts = zip(("image tokens", "text tokens"), lengths, (1, 0), strict=False)
     total = sum(
-        integer(_CALLER, "lengths", part, most=_MOST_TOKENS, least=low, advice=advice)
-        for part, low in zip(parts, least, strict=False)
+        integer(_CALLER, f"{name} of lengths", part, most=_MOST_TOKENS, least=low, advice=advice)
+        for name, part, low in parts
     )
-    return SequenceShape(heads, dim, total, batch)
+    return integer(_CALLER, "lengths, image and text together,", total, most=_MOST_TOKENS, advice=advice)
 
 
 def _groups(

@@ -221,10 +221,12 @@ def test_scales_and_derivatives_that_are_refused():
     def total(q, scale=None, kernel=None):
         return UNTYPED(q, x, x, segments, scale=scale, kernel=kernel).out.sum()
 
-    with pytest.raises(TypeError, match="must be a static number; got a traced one"):
+    with pytest.raises(TypeError, match="scale is a static number; got a traced one"):
         jax.eval_shape(total, x, 0.5)
-    with pytest.raises(TypeError, match="must be a number; got a str"):
+    with pytest.raises(TypeError, match="scale is a number; got a str"):
         total(x, "large")
+    with pytest.raises(ValueError, match="packed_attention: scale is finite; got scale=nan"):
+        total(x, float("nan"))
     for kernel in (None, PallasKernel(interpret=True)):
         gradient = jax.grad(lambda q, kernel=kernel: total(q, kernel=kernel))
         with pytest.raises(NotImplementedError, match="packed_attention: first derivatives only"):

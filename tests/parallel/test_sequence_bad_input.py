@@ -28,7 +28,6 @@ every = pytest.mark.parametrize("attention", CALLS, ids=lambda x: x.__name__)
 
 def in_map(attention, *args, manual=("x", "y"), axes=("x", "y", ()), **options):
     """Trace it over a mesh of axes x and y of two devices, with those names of axes in order."""
-    options = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, options)
     options |= dict(zip(CALLS[attention], axes, strict=False))
 
     def per_device(*args):
@@ -128,6 +127,18 @@ def test_the_last_good_ones(attention):
             (Q, Q, Q),
             {"text": text_of(2, 3, 4, 8, segment_ids=IDS)},
         ),
+        (
+            r"segment_ids of q fit in int32; got int64 with larger ones. Number segments from 1",
+            (Q, Q, Q),
+            {"segment_ids": IDS + np.int64(1 << 32)},
+        ),
+        (
+            r"segment_ids of the text fit in int32",
+            (Q, Q, Q),
+            {"text": text_of(2, 4, 4, 8, segment_ids=IDS - np.int64(1 << 32))},
+        ),
+        (r"scale is finite; got scale=nan. Leave it out", (Q, Q, Q), {"scale": np.nan}),
+        (r"scale is finite; got scale=-inf", (Q, Q, Q), {"scale": np.float32(-np.inf)}),
         (r"replicated keys.*got causal=True", (Q, Q, Q), {"keys_replicated": True, "causal": True}),
         (r"replicated keys.*text=yes", (Q, Q, Q), {"keys_replicated": True, "text": text_of(2, 3, 4, 8)}),
     ],
@@ -164,6 +175,29 @@ def test_shapes(attention, message, args, options):
             {"text": tuple(text_of(2, 3, 4, 8))},
         ),
         (r"scale is a number; got a str", (Q, Q, Q), {"scale": "one"}),
+        (r"scale is a number; got a str", (Q, Q, Q), {"scale": "2"}),
+        (r"scale is a number; got a bool True", (Q, Q, Q), {"scale": True}),
+        (r"scale is a number; got a ndarray", (Q, Q, Q), {"scale": np.ones(1)}),
+        (r"causal is True or False, .*; got str", (Q, Q, Q), {"causal": "no"}),
+        (r"causal is True or False, .*; got NoneType", (Q, Q, Q), {"causal": None}),
+        (r"causal is True or False, .*; got int 2. Give a bool", (Q, Q, Q), {"causal": 2}),
+        (r"keys_replicated is True or False, .*; got str", (Q, Q, Q), {"keys_replicated": "no"}),
+        (r"q is an array; got NoneType. Give \(batch, length", (None, Q, Q), {}),
+        (r"v is an array; got NoneType", (Q, Q, None), {}),
+        (r"segment_ids of q is an array; got NoneType. Give int32", (Q, Q, Q), {"segment_ids": (None, IDS)}),
+        (r"segment_ids of k is an array; got NoneType", (Q, Q, Q), {"segment_ids": (IDS, None)}),
+        (r"or a tuple \(query ids, key ids\); got a list", (Q, Q, Q), {"segment_ids": [IDS, IDS]}),
+        (r"or a tuple \(query ids, key ids\); got a str", (Q, Q, Q), {"segment_ids": "ids"}),
+        (
+            r"the text's q is an array; got NoneType",
+            (Q, Q, Q),
+            {"text": text_of(2, 3, 4, 8)._replace(q=None)},
+        ),
+        (
+            r"segment_ids of the text is an array; got list",
+            (Q, Q, Q),
+            {"text": text_of(2, 4, 4, 8)._replace(segment_ids=IDS.tolist())},
+        ),
         (
             r"block_attention is an object with forward and backward.*got a function",
             (Q, Q, Q),
@@ -192,6 +226,52 @@ def test_a_traced_scale(attention):
 
 
 @every
+def test_strings_for_rows(attention):
+    rows, options = jnp.ones(Q.shape), dict.fromkeys(CALLS[attention], ())
+    with pytest.raises(TypeError, match=f"^{attention.__name__}: q is an array; got str"):
+        attention("q", rows, rows, **options)
+    with pytest.raises(TypeError, match=f"^{attention.__name__}: k is an array of numbers; got <U1"):
+        attention(rows, np.array("k"), rows, **options)
+
+
+@every
+@pytest.mark.parametrize("name", ["causal", "keys_replicated"])
+def test_a_traced_flag(attention, name):
+    def per_call(flag, q):
+        return in_map(attention, q, q, q, **{name: flag})
+
+    with pytest.raises(TypeError, match=f"^{attention.__name__}: {name} is True or False.*a traced one"):
+        jax.eval_shape(per_call, jnp.array(True), Q)
+
+
+@every
+def test_ids_of_64_bits(attention):
+    """On the device their values are not known: 2 ** 32 + 1 would be 1."""
+    with jax.enable_x64(True):
+        in_map(attention, Q, Q, Q, segment_ids=IDS.astype(np.int64))
+        with pytest.raises(TypeError, match=r"segment_ids of q have at most 32 bits; got int64.*use int32"):
+            in_map(attention, Q, Q, Q, segment_ids=jnp.asarray(IDS, jnp.int64))
+
+
+@pytest.mark.parametrize("attention", [ULYSSES, USP], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("replicated", [False, True])
+def test_head_groups(attention, replicated):
+    call = partial(in_map, attention, Q, Q, Q, keys_replicated=replicated, axes=("x", ()))
+    call(head_groups=np.int64(2))
+    for groups, error, message in (
+        (3, ValueError, "is 1 to the key heads of a device; got head_groups=3, 2 .*Use fewer groups"),
+        (0, ValueError, "is at least 1; got head_groups=0. 1 exchanges all heads at once"),
+        (-1, ValueError, "is at least 1; got head_groups=-1"),
+        (True, TypeError, "is an integer; got bool True"),
+        (2.0, TypeError, "is an integer; got float 2.0"),
+        ("2", TypeError, "is an integer; got str"),
+        (None, TypeError, "is an integer; got NoneType"),
+    ):
+        with pytest.raises(error, match=f"^{attention.__name__}: head_groups {message}"):
+            call(head_groups=groups)
+
+
+@every
 def test_axes_that_are_not_manual(attention):
     for place, argument in enumerate(CALLS[attention]):
         name = f"^{attention.__name__}: {argument}"
@@ -210,6 +290,13 @@ def test_axes_that_are_not_manual(attention):
             in_map(attention, Q, Q, Q, axes=axes)
         axes[place] = ["x"]
         with pytest.raises(TypeError, match=rf"{name} is a name or a tuple of names; got a list"):
+            in_map(attention, Q, Q, Q, axes=axes)
+        for nested in ((("x", "y"),), ((),)):
+            axes[place] = nested
+            with pytest.raises(TypeError, match=rf"{name} .*; got a tuple inside a tuple. Use a flat tuple"):
+                in_map(attention, Q, Q, Q, axes=axes)
+        axes[place] = 0
+        with pytest.raises(TypeError, match=rf"{name} is a name or a tuple of names; got a int"):
             in_map(attention, Q, Q, Q, axes=axes)
         axes[place] = "x"
         options = dict(zip(CALLS[attention], axes, strict=False))

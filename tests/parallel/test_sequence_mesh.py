@@ -130,6 +130,32 @@ def test_bad_input():
         (ValueError, "at least one and each once; got 0", [], {"ulysses_degree": 1}),
         (ValueError, "got 2, 1 of them different", devices[:1] * 2, {"ulysses_degree": 1}),
         (TypeError, "ulysses_degree is an integer; got float", devices, {"ulysses_degree": 2.0}),
+        (
+            TypeError,
+            "devices_per_machine is an integer; got float 2.0",
+            devices,
+            {"ulysses_degree": 2, "devices_per_machine": 2.0},
+        ),
+        (
+            TypeError,
+            "devices_per_machine is an integer; got bool True",
+            devices,
+            {"ulysses_degree": 2, "devices_per_machine": True},
+        ),
+        (TypeError, "devices is a sequence of devices; got list with int 0", [0, 1], {"ulysses_degree": 1}),
+        (TypeError, "devices is a sequence of devices; got str with str", "cpu", {"ulysses_degree": 1}),
+        (
+            TypeError,
+            "devices is .*; got ndarray with ndarray. .*an array of them flattened",
+            np.array(devices).reshape(2, 4),
+            {"ulysses_degree": 1},
+        ),
+        (
+            TypeError,
+            "devices is .*; got .*Device. .*a single one in a list",
+            devices[0],
+            {"ulysses_degree": 1},
+        ),
         (TypeError, "placement is a Placement; got str", devices, {"ulysses_degree": 2, "placement": "usp"}),
     ):
         with pytest.raises(error, match=f"sequence_mesh: .*{message}"):
