@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from parallel._check import static_scale
 from parallel._packed_segments import PackedKernel, PackedOutput, PackedSegments
 from parallel._pallas_attention import PallasKernel, kernel_tiles
+from parallel._varying import varying_like
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class XlaKernel:
         q_blocks, k_blocks, v_blocks, ids = _blocked(q, k, v, segments)
         block, dim = q_blocks.shape[1:]
         bad_values = _not_finite(v_blocks)
+        zero = varying_like(jnp.zeros(block, jnp.float32), q, k, v, segments)
+        zero_rows = varying_like(jnp.zeros((block, dim), jnp.float32), q, k, v, segments)
 
         def query_block(_, xs):
             q_b, q_ids, (start, stop) = xs
@@ -54,10 +57,7 @@ class XlaKernel:
                 v_b = _replace(bad_values[j], v_blocks[j], 0.0)
                 return new_top, total, acc * keep[:, None] + _dot(weights.astype(v.dtype), v_b)
 
-            zero = jnp.zeros(block, jnp.float32)
-            top, total, acc = lax.fori_loop(
-                start, stop, visit, (zero - jnp.inf, zero, jnp.zeros((block, dim), jnp.float32))
-            )
+            top, total, acc = lax.fori_loop(start, stop, visit, (zero - jnp.inf, zero, zero_rows))
             real = (total != 0) & (q_ids > 0)  # a NaN total is an answer too
             out = jnp.where(real[:, None], acc / jnp.where(real, total, 1.0)[:, None], 0.0)
             return None, (out.astype(q.dtype), jnp.where(real, top + jnp.log(total), -jnp.inf))
@@ -85,6 +85,9 @@ class XlaKernel:
         shift = jnp.where(bad_cotangent, 0.0, shift)
         bad_keys = _not_finite(k_blocks) | _not_finite(v_blocks)
 
+        def zeros(shape):
+            return varying_like(jnp.zeros(shape, jnp.float32), inputs, saved, cotangent, segments)
+
         def query_block(carry, xs):
             q_b, q_ids, do_b, shift_b, lse_b, (start, stop) = xs
             q_b, do_b = _replace(_not_finite(q_b), q_b, 0.0), _replace(_not_finite(do_b), do_b, 0.0)
@@ -103,13 +106,11 @@ class XlaKernel:
                 dk = dk.at[j].add(_dot(d_logits.T, q_b))
                 return dq_b + _dot(d_logits, k_b), dk, dv
 
-            dq_b, dk, dv = lax.fori_loop(start, stop, visit, (jnp.zeros(q_b.shape, jnp.float32), *carry))
+            dq_b, dk, dv = lax.fori_loop(start, stop, visit, (zeros(q_b.shape), *carry))
             return (dk, dv), dq_b.astype(q.dtype)
 
-        zeros = (jnp.zeros(k_blocks.shape, jnp.float32), jnp.zeros(v_blocks.shape, jnp.float32))
-        (dk, dv), dq = lax.scan(
-            query_block, zeros, (q_blocks, ids.queries, d_out, shift, lse, segments.key_blocks)
-        )
+        blocks = q_blocks, ids.queries, d_out, shift, lse, segments.key_blocks
+        (dk, dv), dq = lax.scan(query_block, (zeros(k_blocks.shape), zeros(v_blocks.shape)), blocks)
         return dq.reshape(q.shape), dk.reshape(k.shape).astype(k.dtype), dv.reshape(v.shape).astype(v.dtype)
 
 

@@ -47,7 +47,8 @@ class PallasKernel:
 
     Attributes:
         tiles: of the three kernels; from the table by default.
-        interpret: run the kernels as plain JAX, on any platform: slow, for tests.
+        interpret: run the kernels as plain JAX, on any platform: slow, for tests; inside `shard_map` with
+            check_vma=False, since JAX's interpreter does not pass its check.
     """
 
     tiles: KernelTiles | None = None

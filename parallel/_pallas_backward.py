@@ -20,6 +20,7 @@ from parallel._pallas_forward import (
     whole_arrays,
 )
 from parallel._tiles import Tiles
+from parallel._varying import varying_like
 
 
 class GradientRows(NamedTuple):
@@ -103,7 +104,7 @@ def grad_queries_call(
         grid=visits.shape[:1],
         in_specs=[program_visits(visits), *whole_arrays(len(rows))],
         out_specs=pl.BlockSpec(memory_space=pl.ANY),
-        out_shape=jax.ShapeDtypeStruct(rows.q.shape, rows.q.dtype),
+        out_shape=jax.eval_shape(varying_like, rows.q, visits, rows),
         compiler_params=compiler_params(tiles),
         interpret=interpret,
         name="packed_attention_grad_queries",
@@ -114,7 +115,7 @@ def grad_keys_call(
     visits: Int[Array, "tiles 5"], rows: GradientRows, *, tiles: Tiles, scale: float, interpret: bool
 ) -> tuple[Float[Array, "rows_k d"], Float[Array, "rows_k d"]]:
     """(dk, dv) of rows that fill whole tiles; `visits` are by key tiles."""
-    out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (rows.k, rows.v)]
+    out = [jax.eval_shape(varying_like, x, visits, *rows) for x in (rows.k, rows.v)]
     dk, dv = pl.pallas_call(
         partial(_grad_keys, dot=make_dot(interpret), tiles=tiles, scale=scale),
         grid=visits.shape[:1],

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from parallel._packed_segments import PackedOutput
 from parallel._tiles import Tiles
+from parallel._varying import varying_like
 
 LOG2_E = math.log2(math.e)
 
@@ -114,8 +115,8 @@ def forward_call(
     visits: Int[Array, "tiles 5"], rows: ForwardRows, *, tiles: Tiles, scale: float, interpret: bool
 ) -> PackedOutput:
     """Output and lse of rows that fill whole tiles; `visits` are by query tiles."""
-    q = rows.q
-    out = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:1], jnp.float32)]
+    lse = rows.q[:, 0].astype(jnp.float32)
+    out = [jax.eval_shape(varying_like, x, visits, rows) for x in (rows.q, lse)]
     return PackedOutput(
         *pl.pallas_call(
             partial(_forward, dot=make_dot(interpret), tiles=tiles, scale=scale),

@@ -32,8 +32,8 @@ def ring_attention(
 ) -> Array | JointOutput:
     """Softmax attention of a sequence that is divided among the devices of an axis.
 
-    Per device: call inside `shard_map`, q, k and v sharded along their length; with check_vma=False, which Triton
-    kernels need (segment ids on CUDA) and which saves an all-reduce of the text's output. Any number of heads.
+    Per device: call inside `shard_map`, q, k and v sharded along their length; check_vma=False saves an all-reduce of
+    the text's output. Any number of heads.
 
     Communication of each of R devices: R - 1 permutes of k and v, (R - 1) 2 b k_loc h_kv d elements, each hidden
     by the attention to the keys that are there already; for the gradient R (1 if R = 2) of the same and R - 1 of the

@@ -25,10 +25,10 @@ def torus_attention(
 ) -> Array | JointOutput:
     """Softmax attention of a sequence divided among N machines of U x R devices, by topology-aware placement.
 
-    Per device: call inside `shard_map(..., check_vma=False)`, q, k and v sharded along their length over all axes.
-    Each machine computes some heads of the whole sequence: Ulysses of degree N U, whose exchange across machines is cut
-    in N - 1 pulls of queries, N - 1 of keys, and a push of outputs, each hidden by attention to what is there already
-    (`_torus_schedule` has the schedule, also of the gradient). Rows a machine computes itself never leave it.
+    Per device: call inside `shard_map`, q, k and v sharded along their length over all axes. Each machine computes some
+    heads of the whole sequence: Ulysses of degree N U, whose exchange across machines is cut in N - 1 pulls of queries,
+    N - 1 of keys, and a push of outputs, each hidden by attention to what is there already (`_torus_schedule` has the
+    schedule, also of the gradient). Rows a machine computes itself never leave it.
 
     Communication per machine, across machines: 2 (N - 1) / N (h' + h_kv') b (L / N) d elements for L tokens of queries
     and of keys, that is 4 (N - 1) / N b L h d / N where N U divides heads; h' and h_kv' are N U times a device's heads

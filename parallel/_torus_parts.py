@@ -11,6 +11,7 @@ from parallel._block_attention import BlockAttention
 from parallel._online_softmax import Partial
 from parallel._ring_loop import Keys, Queries, Ring
 from parallel._routes import AxisName
+from parallel._varying import varying_like
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +104,11 @@ class PartIds(NamedTuple):
 
     def queries(self, k: int, q: Array) -> Queries:
         """Queries of machine o_k."""
-        return Queries(q, self._of(self.q_ids, k), self._places(k, self.lengths[0]))
+        return Queries(q, self._of(self.q_ids, k), self._places(k, q, self.lengths[0]))
 
     def keys(self, k: int, kv: Array) -> Keys:
         """Keys of machine o_k."""
-        return Keys(kv, self._of(self.kv_ids, k), self._places(k, self.lengths[1]))
+        return Keys(kv, self._of(self.kv_ids, k), self._places(k, kv, self.lengths[1]))
 
     def _machine(self, k: int) -> Array:
         return (lax.axis_index(self.torus.machine_axis) + k) % self.torus.machines
@@ -115,11 +116,11 @@ class PartIds(NamedTuple):
     def _of(self, ids: Array | None, k: int) -> Array | None:
         return None if ids is None else lax.dynamic_index_in_dim(ids, self._machine(k), keepdims=False)
 
-    def _places(self, k: int, length: int) -> Array | None:
+    def _places(self, k: int, rows: Array, length: int) -> Array | None:
         if not self.torus.causal:
             return None
         before = self._machine(k) * self.torus.ring.size + lax.axis_index(self.torus.ring_axis)
-        return (before * length + jnp.arange(length)).astype(jnp.int32)
+        return varying_like((before * length + jnp.arange(length)).astype(jnp.int32), rows)
 
 
 def part_ids(torus: Torus, rows: Rows, ids: Ids) -> PartIds:

@@ -40,7 +40,7 @@ def ulysses_attention(
 ) -> Array | JointOutput:
     """Softmax attention of a sequence that is divided among P devices, each computing some heads of the whole.
 
-    Per device: call inside `shard_map(..., check_vma=False)`, q, k and v sharded along their length. Any number of
+    Per device: call inside `shard_map`, q, k and v sharded along their length. Any number of
     heads: each device computes ceil(h / P); missing ones are zeros that move and are computed. Key heads that several
     devices need are repeated, no more than needed.
 
@@ -97,7 +97,7 @@ def usp_attention(
 ) -> Array | JointOutput:
     """Softmax attention of a sequence divided among U x R devices: Ulysses over U, and ring attention over R inside.
 
-    Per device: call inside `shard_map(..., check_vma=False)`, q, k and v sharded along their length over both axes.
+    Per device: call inside `shard_map`, q, k and v sharded along their length over both axes.
     Which axis lies across machines is the mesh's affair (`sequence_mesh`).
 
     Communication per device: that of `ulysses_attention` on U devices, and that of `ring_attention` on R for the

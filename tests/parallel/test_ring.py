@@ -13,6 +13,7 @@ from parallel import (
     KernelTiles,
     PackedBlockAttention,
     PallasKernel,
+    PlatformBlockAttention,
     XlaBlockAttention,
     ring_attention,
 )
@@ -72,27 +73,45 @@ def test_two_axes_as_one():
     check(partial(ring_attention, axis_name=("a", "b")), mesh, ("a", "b"), Case(segments=2, causal=True))
 
 
-def test_an_axis_beside_it_holds_other_sequences():
+@pytest.mark.parametrize(("causal", "check_vma"), [(False, False), (True, True)])
+def test_an_axis_beside_it_holds_other_sequences(causal, check_vma):
     """Batch over one axis, sequence over the other."""
     mesh = mesh_of(data=2, x=4)
     case = Case(q_loc=6, k_loc=6)
     arrays = draw(case, 4)
     spec = P("data", "x")
     run = jax.shard_map(
-        lambda *qkv: RING(*qkv, block_attention=BLOCK),
+        lambda *qkv: RING(*qkv, causal=causal, block_attention=BLOCK),
         mesh=mesh,
         in_specs=spec,
         out_specs=spec,
-        check_vma=False,
+        check_vma=check_vma,
     )
     alone = jax.shard_map(
-        lambda *qkv: RING(*qkv, block_attention=BLOCK),
+        lambda *qkv: RING(*qkv, causal=causal, block_attention=BLOCK),
         mesh=mesh_of(x=4),
         in_specs=P(None, "x"),
         out_specs=P(None, "x"),
         check_vma=False,
     )
     np.testing.assert_allclose(jax.jit(run)(*arrays.qkv), jax.jit(alone)(*arrays.qkv), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "block", [PlatformBlockAttention(), PackedBlockAttention(block=4)], ids=["default", "packed rows"]
+)
+def test_shard_map_may_check_what_differs_between_devices_in_any_block(block):
+    check(RING, mesh_of(x=2), "x", Case(segments=2, heads=2, kv_heads=1, dim=64, check_vma=True, block=block))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_shard_map_may_check_where_triton_computes(dtype):
+    mesh = mesh_of(x=2)
+    case = Case(segments=2, dim=64, dtype=dtype, check_vma=True, block=PlatformBlockAttention())
+    arrays = draw(case, 2)
+    traced = program(RING, mesh, "x", case).trace(arrays.qkv, arrays.d_out, arrays.ids, None, None, None)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert all(f"packed_attention_{name}" in text for name in ("forward", "grad_queries", "grad_keys"))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -15,8 +16,10 @@ from tests.parallel.sequence_cases import (
     check_replicated_keys,
     combinations,
     computed_blocks,
+    draw,
     errors,
     mesh_of,
+    program,
 )
 
 TORUS = partial(torus_attention, machine_axis="m", ulysses_axis="u", ring_axis="r")
@@ -128,3 +131,12 @@ def test_gradients_leave_when_they_are_complete_and_beside_something(machines):
     assert done == {(k, j) for k in range(machines) for j in range(machines)}
     assert here == set(range(machines))
     assert sorted(pushed) == sorted((x, k) for x in ("q", "kv") for k in range(1, machines))
+
+
+def test_shard_map_may_check_positions_which_one_axis_lacks():
+    """Traced only: types are what it checks."""
+    mesh, case = mesh_of(m=2, r=2, u=2), Case(segments=2, causal=True, text=3, check_vma=True)
+    arrays = draw(case, 8)
+    args = arrays.qkv, arrays.d_out, arrays.ids, arrays.text, arrays.text_ids, arrays.d_text
+    out, _ = jax.eval_shape(program(TORUS, mesh, ORDER, case), *args)
+    assert out.out.shape == arrays.qkv[0].shape

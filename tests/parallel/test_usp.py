@@ -94,6 +94,6 @@ def test_what_moves_on_which_axis():
     assert sum(move.num_bytes * move.times for move in permutes) == one * (3 + 4 + 3)
 
 
-@pytest.mark.parametrize("text", [0, 3])
-def test_shard_map_may_check_what_differs_between_devices(text):
-    check(USP, mesh_of(r=2, u=2), ORDER, Case(segments=2, text=text, check_vma=True))
+@pytest.mark.parametrize(("text", "causal"), [(0, False), (3, False), (3, True)])
+def test_shard_map_may_check_what_differs_between_devices(text, causal):
+    check(USP, mesh_of(r=2, u=2), ORDER, Case(segments=2, causal=causal, text=text, check_vma=True))
