@@ -1,6 +1,6 @@
 """What the sequence-parallel attentions have in common: their arguments, checked once, when they are traced."""
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from parallel._block_attention import BlockAttention, check_block
 from parallel._block_platform import PlatformBlockAttention
 from parallel._check import array, flag, int32_ids, kind, static_scale
+from parallel._varying import as_varying, varying_axes
 
 
 class ReplicatedText(NamedTuple):
@@ -74,7 +75,7 @@ class Inputs(NamedTuple):
         if self.text is None:
             return out
         text = self.text.q if text is None else text
-        if _varying_axes(text):
+        if varying_axes(text):
             # shard_map(check_vma=True) takes it for the same on all devices only from a collective.
             first = lax.axis_index(self.axes) == 0
             text = lax.psum(jnp.where(first, text, jnp.zeros_like(text)), self.axes)
@@ -113,23 +114,11 @@ def check_inputs(
         if text.segment_ids is not None and ids is None:
             ids = jnp.ones(q.shape[:2], jnp.int32), jnp.ones(k.shape[:2], jnp.int32)
     q_ids, kv_ids = (None, None) if ids is None else ids
-    together = _varying_axes(q) | _varying_axes(k) | set(names)
-    mark = partial(_as_varying, axes=together)
+    together = varying_axes(q, k, v, q_ids, kv_ids, text) | set(names)
+    mark = partial(as_varying, axes=together)
     q, k, v, q_ids, kv_ids, text = jax.tree.map(mark, (q, k, v, q_ids, kv_ids, text))
     flags = flag(name, "causal", causal), flag(name, "keys_replicated", keys_replicated)
     return Inputs(q, k, v, q_ids, kv_ids, text, *flags, static_scale(name, scale, q.shape[-1]), names)
-
-
-def _varying_axes(x: Array) -> frozenset:
-    """Axes over which `shard_map(check_vma=True)` knows an array to differ; none without it."""
-    kind = jax.typeof(x)
-    manual = getattr(kind, "manual_axis_type", None)  # `vma` in some releases
-    return frozenset(getattr(kind, "vma", ()) if manual is None else manual.varying)
-
-
-def _as_varying(x: Array, axes: Iterable[Any]) -> Array:
-    missing = tuple(axis for axis in axes if axis not in _varying_axes(x))
-    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def check_axes(name: str, axes: Mapping[str, Any]) -> tuple[Any, ...]:

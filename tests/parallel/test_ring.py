@@ -105,6 +105,30 @@ def test_shard_map_may_check_what_differs_between_devices_in_any_block(block):
     check(RING, mesh_of(x=2), "x", Case(segments=2, heads=2, kv_heads=1, dim=64, check_vma=True, block=block))
 
 
+@pytest.mark.parametrize("of_queries", [False, True])
+def test_shard_map_may_check_ids_of_several_packings_of_the_same_rows(of_queries):
+    """Rows are the same along an axis where ids differ, those of queries or of keys."""
+    mesh = mesh_of(packing=2, x=2)
+    q, k, v = draw(Case(), 2).qkv
+    ids = np.array([[1, 1, 1, 2, 2, 2], [1, 1, 2, 2, 2, 0]], np.int32), np.ones((2, 6), np.int32)
+
+    def attend(q, k, v, own, others):
+        pair = (own, others) if of_queries else (others, own)
+        return RING(q, k, v, segment_ids=pair, block_attention=BLOCK)
+
+    rows, packed = P(None, "x"), P("packing", "x")
+    specs = (rows, rows, rows, packed, rows)
+
+    def loss(qkv, check_vma):
+        mapped = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=packed, check_vma=check_vma)
+        return (mapped(*qkv, ids[0], ids[1][:1]) ** 2).sum()
+
+    run = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    qkv = q[:1], k[:1], v[:1]
+    for got, wanted in zip(*map(jax.tree.leaves, (run(qkv, True), run(qkv, False))), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_shard_map_may_check_where_triton_computes(dtype):
     mesh = mesh_of(x=2)
