@@ -73,7 +73,10 @@ def main(argv: Sequence[str]) -> int:
     sizes = Sizes(batch=2, seq_len=64, head_dim=32) if args.quick else Sizes()
     measured = [measure(Topology(*shape), sizes, rates, rounds, shared=not args.separate) for shape in shapes]
     section = links_section(measured, sizes, shared=not args.separate)
-    command = " ".join(["python -m experiments.bench_links", *argv])
+    options = {"--machines": args.machines, "--rates": args.rates, "--rounds": args.rounds}
+    given = [f" {option} {value}" for option, value in options.items() if value is not None]
+    flags = " --separate" * args.separate + " --quick" * args.quick
+    command = "python -m experiments.bench_links" + "".join(given) + flags
     where = f"up to {max(machines * each for machines, each in shapes)} processes of a device each"
     text = f"## {section.title}\n\n{section.body}\n\n{conditions.line(command, where)}"
     write_report(text + "\n")
