@@ -67,10 +67,10 @@ def ring_attention(
         Output of this device's rows in their dtype; with `text` a `JointOutput`.
 
     Raises:
-        TypeError: for rows that are no floating point arrays or of several dtypes, ids that are no signed integers or
-            of 64 bits, a scale that is traced or no number, `causal` or `keys_replicated` that are traced or no bool, a
-            `block_attention` that is none, an axis that is no name; of JAX's own, for forward-mode derivatives
-            (`jax.jvp`, `jax.jacfwd`).
+        TypeError: for rows that are no floating point arrays, float64, or of several dtypes, ids that are no signed
+            integers or of 64 bits, a scale that is traced or no number, `causal` or `keys_replicated` that are traced
+            or no bool, a `block_attention` that is none, an axis that is no name; of JAX's own, for forward-mode
+            derivatives (`jax.jvp`, `jax.jacfwd`).
         ValueError: for an axis that is missing, not manual, or given twice; shapes that disagree or have a 0; ids past
             int32; a scale that is not finite; a text without ids beside rows that have them; replicated keys with
             `text` or `causal`.

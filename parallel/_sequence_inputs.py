@@ -166,6 +166,11 @@ def _check_rows(name: str, what: str, q: Array, k: Array, v: Array, *, may_be_em
         raise TypeError(
             f"{name}: {what} are floating point, of one dtype; got {q.dtype}, {k.dtype} and {v.dtype}. Cast them."
         )
+    if q.dtype == jnp.float64:
+        raise TypeError(
+            f"{name}: {what} are computed in float32 at most; got {q.dtype}, which would keep no more digits than that."
+            " Cast them to float32."
+        )
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(
             f"{name}: {what} are (batch, length, heads, head_dim); got {q.shape}, {k.shape} and {v.shape}. Add axes of"

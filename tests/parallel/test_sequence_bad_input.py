@@ -149,6 +149,12 @@ def test_shapes(attention, message, args, options):
 
 
 @every
+def test_float64_is_not_taken_for_float32(attention):
+    with jax.enable_x64(True), pytest.raises(TypeError, match="float32 at most; got float64"):
+        in_map(attention, *(np.ones((2, 4, 4, 8)),) * 3)
+
+
+@every
 @pytest.mark.parametrize(
     ("message", "args", "options"),
     [
