@@ -33,6 +33,7 @@ def data_mesh(devices: Sequence[Any] | None = None, *, shards: int | None = None
         ValueError: if there are no devices, one is given twice, or they cannot be divided into groups of `shards`.
 
     Example:
+        >>> import jax
         >>> mesh = data_mesh(jax.devices()[:1])
         >>> mesh.axis_names, mesh.devices.shape
         (('replica', 'shard'), (1, 1))
@@ -62,6 +63,7 @@ def check_machines(mesh: Mesh, devices_per_machine: int) -> None:
             A single process may have as many machines as it likes, to try plans on one.
 
     Example:
+        >>> import jax
         >>> check_machines(data_mesh(jax.devices()[:1]), 8)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ValueError: check_machines: devices_per_machine divides the devices of the mesh; got ...

@@ -69,6 +69,7 @@ def sequence_mesh(
             `devices_per_machine` or the degrees do not divide the devices.
 
     Example:
+        >>> import jax
         >>> mesh = sequence_mesh(jax.devices()[:1], ulysses_degree=1)
         >>> mesh.axis_names
         ('data', 'ulysses_across', 'ring_across', 'ulysses_inside', 'ring_inside')
