@@ -36,12 +36,14 @@ def check_writable(folder: Path, *, option: str = "--workdir") -> None:
         ) from error
 
 
-def check_file_writable(path: Path, *, option: str) -> None:
-    """Refuses a file that `option` names if it cannot be written; its folder is made if need be.
+def check_file_writable(path: Path | None, *, option: str) -> None:
+    """Refuses a file that `option` names, if it names one, and it cannot be written; its folder is made if need be.
 
     Raises:
       UserError: for a folder of that name, or with the system's reason.
     """
+    if path is None:
+        return
     if path.is_dir():
         raise UserError(f"{option} is a file to write; {path} is a folder. Name a file in it.")
     check_writable(path.parent, option=option)

@@ -11,8 +11,11 @@ from typing import Any
 import av
 import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
+
+from experiments._disk import writing
 
 _PAPER, _INK, _FAINT = (255, 255, 255), (32, 33, 36), (110, 114, 120)
 _GAP = 12
@@ -248,6 +251,18 @@ def part_path(path: str | Path) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.with_name(f".part-{path.name}")
+
+
+def write_figure(figure: Figure, path: Path, *, option: str, metadata: dict[str, Any] | None = None) -> None:
+    """Writes a drawing whole or not at all; the suffix gives the format. `option` named the file, for the message.
+
+    Raises:
+      UserError: with the system's reason.
+    """
+    with writing(path, f"Make room or choose another {option}."):
+        part = part_path(path)
+        figure.savefig(part, facecolor="white", metadata=metadata)
+        part.replace(path)
 
 
 def _write_png(path: str | Path, picture: Image.Image, metadata: Mapping[str, str]) -> None:

@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 import parallel
-from experiments._disk import writing
-from experiments._pictures import part_path
+from experiments._pictures import write_figure
 from experiments._sequence_figure_trace import Event, trace
 
 # Okabe and Ito's colours, light enough for black letters.
@@ -102,17 +101,9 @@ def save_sequence_figure(path: Path, panels: Sequence[Panel], *, option: str = "
     figure.set_layout_engine("none")
     for one, (_, events) in zip(axes, drawn, strict=True):
         _draw(one, events, end)
-    _write(figure, path, option)
-
-
-def _write(figure: Figure, path: Path, option: str) -> None:
-    with writing(path, f"Make room or choose another {option}."):
-        part = part_path(path)
-        # The same file from the same program.
-        with matplotlib.rc_context({"svg.hashsalt": path.stem}):
-            metadata = {"Date": None} if path.suffix == ".svg" else None
-            figure.savefig(part, facecolor="white", metadata=metadata)
-        part.replace(path)
+    # The same file from the same program.
+    with matplotlib.rc_context({"svg.hashsalt": path.stem}):
+        write_figure(figure, path, option=option, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def _prepare(axes: Axes, title: str, events: Sequence[Event], end: float) -> None:

@@ -164,10 +164,9 @@ class _Reader:
         """A program's outputs."""
         known: dict[Any, _Row] = dict(zip(program.constvars, constants, strict=True))
         known.update(zip(program.invars, inputs, strict=True))
-        nothing = (_Value(),) * len(self.devices)
 
         def value(var: Any) -> _Row:
-            return nothing if isinstance(var, core.Literal) else known[var]
+            return self._nothing if isinstance(var, core.Literal) else known[var]
 
         for eqn in program.eqns:
             known.update(zip(eqn.outvars, self._apply(eqn, [value(x) for x in eqn.invars]), strict=True))

@@ -7,8 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments._disk import writing
-from experiments._pictures import part_path
+from experiments._pictures import write_figure
 
 _BLUE, _ORANGE, _GREY = "#0072B2", "#E69F00", "#5F6368"
 
@@ -41,10 +40,7 @@ def save_figure(path: Path, report: Mapping[str, Any], *, option: str = "--figur
         drawn.values(), drawn.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8
     )
     figure.suptitle(f"Modelled step, {settings['num_devices']} x {settings['gpu']}", fontsize=11)
-    with writing(path, f"Make room or choose another {option}."):
-        part = part_path(path)
-        figure.savefig(part, facecolor="white")
-        part.replace(path)
+    write_figure(figure, path, option=option)
 
 
 def _draw_mix(axes: Axes, mix: Mapping[str, Any], chosen: str) -> None:

@@ -7,8 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from experiments._disk import writing
-from experiments._pictures import part_path
+from experiments._pictures import write_figure
 from experiments._simulate_sampling import SamplingWorkload, plans_of, usp_plan, variant_timelines
 from solver import SequenceHardware, TimelineEvent
 
@@ -45,10 +44,7 @@ def save_timelines(
     handles = [Patch(color=colour, label=label) for label, colour in _COLOURS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     figure.suptitle(f"One layer, modelled: {workload.name} of 8 GPUs", fontsize=11)
-    with writing(path, f"Make room or choose another {option}."):
-        part = part_path(path)
-        figure.savefig(part, facecolor="white")
-        part.replace(path)
+    write_figure(figure, path, option=option)
 
 
 def _panels(

@@ -41,10 +41,9 @@ def main(argv: Sequence[str]) -> int:
     from experiments._aot_sequence_reading import problems, read_case, usp_of
     from experiments._aot_sequence_text import SECTION, section
     from experiments._bench_report import write_section
-    from experiments._disk import check_writable
+    from experiments._disk import check_file_writable
 
-    if args.out is not None:
-        check_writable(args.out.parent, option="--out")
+    check_file_writable(args.out, option="--out")
     readings, two = [], {}
     for case in cases():
         started = time.perf_counter()

@@ -59,9 +59,9 @@ def main(argv: Sequence[str]) -> int:
     from experiments._aot_figures import save_figures
     from experiments._aot_report import Target, summary
     from experiments._aot_text import fits_line, nothing_under_line
-    from experiments._disk import check_writable, write_text
+    from experiments._disk import check_file_writable, check_writable, write_text
 
-    check_writable(args.out.parent, option="--out")
+    check_file_writable(args.out, option="--out")
     if args.figures is not None:
         check_writable(args.figures, option="--figures")
     found: list[dict[str, Any]] = []

@@ -56,9 +56,8 @@ def main(argv: Sequence[str]) -> int:
 
     recorded_steps("joint")  # a missing file is told before minutes of work
     out = args.out if args.out is not None or args.quick else CHECKOUT / "docs" / "benchmarks.md"
-    for option, file in (("--out", out), ("--json", args.json)):
-        if file is not None:
-            check_file_writable(file, option=option)
+    check_file_writable(out, option="--out")
+    check_file_writable(args.json, option="--json")
     conditions = Conditions.now()  # before the load is our own
     figures: dict[str, Any] = {}
     for name in names:

@@ -42,8 +42,7 @@ def main(argv: Sequence[str]) -> int:
     from experiments._bench_report import Conditions
     from experiments._disk import check_file_writable
 
-    if args.json is not None:
-        check_file_writable(args.json, option="--json")
+    check_file_writable(args.json, option="--json")
     devices = jax.devices()
     if devices[0].platform == "cpu" and not args.quick:
         raise UserError(

@@ -66,9 +66,8 @@ def main(argv: Sequence[str]) -> int:
     from solver import Topology
 
     out = args.out if args.out is not None or args.quick else CHECKOUT / "docs" / "benchmarks.md"
-    for option, file in (("--out", out), ("--json", args.json)):
-        if file is not None:
-            check_file_writable(file, option=option)
+    check_file_writable(out, option="--out")
+    check_file_writable(args.json, option="--json")
     conditions = Conditions.now()  # before the load is our own
     sizes = Sizes(batch=2, seq_len=64, head_dim=32) if args.quick else Sizes()
     measured = [measure(Topology(*shape), sizes, rates, rounds, shared=not args.separate) for shape in shapes]

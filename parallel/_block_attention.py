@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from parallel._check import kind
+from parallel._check import implementation, kind
 from parallel._online_softmax import Partial, as_partial, row_products, share_of_whole
 
 
@@ -87,11 +87,8 @@ class BlockAttention(Protocol):
 
 def check_block(caller: str, name: str, block: Any) -> None:
     """Raises TypeError if it is no `BlockAttention`."""
-    if isinstance(block, type) or not isinstance(block, BlockAttention):
-        raise TypeError(
-            f"{caller}: {name} is an object with forward and backward (BlockAttention); got a {kind(block)}. Wrap a"
-            " function in DifferentiableAttention."
-        )
+    rule = f"{name} is an object with forward and backward"
+    implementation(caller, rule, block, BlockAttention, advice="Wrap a function in DifferentiableAttention.")
 
 
 @dataclass(frozen=True, slots=True)

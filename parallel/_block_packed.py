@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from parallel._block_attention import Attended, BlockMask
-from parallel._check import integer, kind
+from parallel._check import implementation, integer
 from parallel._online_softmax import Partial
 from parallel._packed_attention import XlaKernel
 from parallel._packed_segments import PackedKernel, PackedOutput, PackedSegments
@@ -33,11 +33,8 @@ class PackedBlockAttention:
 
     def __post_init__(self) -> None:
         integer("PackedBlockAttention", "block", self.block, least=1, advice="Leave it out for the default.")
-        if isinstance(self.kernel, type) or not isinstance(self.kernel, PackedKernel):
-            raise TypeError(
-                "PackedBlockAttention: kernel is an object with forward and backward (PackedKernel); got a"
-                f" {kind(self.kernel)}. Give PallasKernel() or XlaKernel()."
-            )
+        rule, advice = "kernel is an object with forward and backward", "Give PallasKernel() or XlaKernel()."
+        implementation("PackedBlockAttention", rule, self.kernel, PackedKernel, advice=advice)
 
     def forward(self, q: Array, k: Array, v: Array, mask: BlockMask, scale: float) -> Partial:
         """As `BlockAttention.forward`.

@@ -109,6 +109,12 @@ def int32_ids(caller: str, name: str, ids: Any) -> Array:
     return jnp.asarray(ids).astype(jnp.int32)
 
 
+def implementation(caller: str, rule: str, value: Any, protocol: type, *, advice: str) -> None:
+    """Raises TypeError by `rule` unless the value is an object, no class, that has what the protocol asks for."""
+    if isinstance(value, type) or not isinstance(value, protocol):
+        raise TypeError(f"{caller}: {rule} ({protocol.__name__}); got a {kind(value)}. {advice}")
+
+
 def device_list(caller: str, devices: Any) -> list[Any]:
     """The devices, by default all, in a list.
 

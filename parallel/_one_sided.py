@@ -12,10 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from parallel._block_attention import BlockAttention, BlockMask, local_attention, once_differentiable
+from parallel._block_attention import (
+    Attended,
+    BlockAttention,
+    BlockMask,
+    local_attention,
+    once_differentiable,
+)
 from parallel._check import array, integer
 from parallel._one_sided_puts import Puts, check_puts
-from parallel._ring_loop import Attended, Keys, Queries, Ring, ring_backward
+from parallel._ring_loop import Keys, Queries, Ring, ring_backward
 from parallel._routes import AxisName
 from parallel._sequence_inputs import block_or_default, check_axes, check_inputs
 

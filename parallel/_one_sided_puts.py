@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from parallel._block_attention import BlockAttention, check_block
 from parallel._block_xla import XlaBlockAttention
-from parallel._check import flag, integer, kind
+from parallel._check import flag, implementation, integer
 from parallel._online_softmax import Partial
 from parallel._routes import AxisName
 
@@ -134,8 +134,5 @@ class MosaicPuts:
 
 def check_puts(caller: str, puts: Any) -> None:
     """Raises TypeError if they are no `Puts`."""
-    if isinstance(puts, type) or not isinstance(puts, Puts):
-        raise TypeError(
-            f"{caller}: puts are an object with exchange and ring (Puts); got a {kind(puts)}. Give SimulatedPuts() on"
-            " CPU devices, MosaicPuts() on GPUs."
-        )
+    advice = "Give SimulatedPuts() on CPU devices, MosaicPuts() on GPUs."
+    implementation(caller, "puts are an object with exchange and ring", puts, Puts, advice=advice)

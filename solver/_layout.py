@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from solver._attention_layout import ROUND, Placement, block_ranges, copy_numbers, place_rows, split_heads
 from solver._check import instance, integer
 from solver._plan import BalancePlan
+from solver._plan_measure import divides_items
 from solver._routes import HeadItems, Intervals, Route, head_route, pack_intervals, token_route
 
 Int = NDArray[np.int64]
@@ -138,8 +139,7 @@ class StepLayout:
     @cached_property
     def splits_items(self) -> bool:
         """Whether some item's queries are divided, so that queries and keys need layouts of their own."""
-        sequence, _, _, start, stop, _ = self._head_slices.T
-        return bool(np.any(stop - start != np.asarray(self.plan.lengths)[sequence]))
+        return divides_items(self._head_slices, np.asarray(self.plan.lengths))
 
     def _place(self, rows: Int) -> Placement:
         _, head_start, head_stop, _, _, device = self._head_slices.T

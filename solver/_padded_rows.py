@@ -4,7 +4,7 @@ import numpy as np
 from jaxtyping import Int
 
 from solver._plan import BalancePlan
-from solver._plan_measure import distinct_heads
+from solver._plan_measure import distinct_heads, divides_items
 from solver._routes import round_of_pair, rows_of_rounds
 
 # What takes time in padded exchanges beside rows moved, in such rows: a round of a route; and a row that the fullest
@@ -36,8 +36,7 @@ def padded_rows(rows: Int[np.ndarray, "devices devices"]) -> int:
 def rows_beside(plan: BalancePlan) -> float:
     """What else padded exchanges cost a device, in rows moved: rounds, and rows held unevenly."""
     rounds = rows_of_rounds(rows_between(plan), round_of_pair(plan.num_devices))
-    sequence, _, _, start, stop, _ = plan.head_slices.T
     # Where items are divided, queries have a route of their own.
-    routes = 2 if (stop - start < plan.lengths[sequence]).any() else 1
+    routes = 2 if divides_items(plan.head_slices, plan.lengths) else 1
     held = int(plan.rows.max(initial=0)) - int(plan.tokens.sum()) * plan.num_heads / plan.num_devices
     return routes * _ROWS_OF_A_ROUND * int(np.count_nonzero(rounds)) + _ROWS_OF_A_HELD_ROW * held

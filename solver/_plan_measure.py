@@ -138,6 +138,12 @@ def _count_rows(
     return np.stack([rows, rows_sent, rows_across])
 
 
+def divides_items(head_slices: Int[np.ndarray, "n 6"], lengths: Int[np.ndarray, " sequences"]) -> bool:
+    """Whether some head slice has a part of its sequence's queries."""
+    sequence, _, _, start, stop, _ = head_slices.T
+    return bool(np.any(stop - start != lengths[sequence]))
+
+
 def distinct_heads(
     sequence: Int[np.ndarray, " head_slices"],
     head_start: Int[np.ndarray, " head_slices"],
