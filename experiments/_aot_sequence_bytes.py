@@ -55,11 +55,12 @@ def _rings(case: Case, degrees: SequenceMesh) -> Traffic:
     machines = degrees.ulysses_across if case.algorithm == TORUS else 1
     total = _ring_steps(size, machines) * step
     if case.gradient and size > 1:
-        # Of N^2 rings N have the same keys, and the compiler sends these for the first step only once.
-        keys_move = machines**2 * (size if size > 2 else 1) - machines * (machines - 1)
+        # Torus joins queries of three machines and more. Rings of the same keys send these for the first step once.
+        turns = 2 * machines + 1 if machines > 2 else machines**2
+        keys_move = turns * (size if size > 2 else 1) - (turns - machines)
         # Nothing is added to the gradients of a ring of two: the compiler sends them as the kernel gives them.
         gradient = _F32 if size > 2 else _BF16
-        total += keys_move * step + machines**2 * (size - 1) * elements * gradient
+        total += keys_move * step + turns * (size - 1) * elements * gradient
     across = total / degrees.ring_inside if degrees.ring_across > 1 else 0.0
     return Traffic(total - across, across)
 

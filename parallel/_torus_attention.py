@@ -33,11 +33,11 @@ def torus_attention(
     Communication per machine, across machines: 2 (N - 1) / N (h' + h_kv') b (L / N) d elements for L tokens of queries
     and of keys, that is 4 (N - 1) / N b L h d / N where N U divides heads; h' and h_kv' are N U times a device's heads
     (30 heads on 4 x 8 devices move as 32). As much for the gradient. Inside a machine Ulysses over U before and after,
-    and a ring of R for each of 2 N steps, 4 (R - 1) b l_loc h d a device; for the gradient N times that of
-    `ring_attention`, a ring for each pair of machines. Segment ids are gathered: int32, b L. A text's output is
-    gathered, b t h d. Memory is O(l_loc). On GPUs XLA has one transfer under way at a time, and a pull hides under one
-    step of the ring; with two (`xla_gpu_experimental_parallel_collective_overlap_limit`, a compiler option of
-    `jax.jit`) it spans all R.
+    and a ring of R for each of 2 N steps, 4 (R - 1) b l_loc h d a device; for the gradient 2 + 1 / N times that of
+    `ring_attention` (N times if N = 2 or `causal`: a ring for each pair of machines). Segment ids are gathered: int32,
+    b L. A text's output is gathered, b t h d. Memory is O(l_loc). On GPUs XLA has one transfer under way at a time, and
+    a pull hides under one step of the ring; with two (`xla_gpu_experimental_parallel_collective_overlap_limit`, a
+    compiler option of `jax.jit`) it spans all R.
 
     Args:
         q, k, v, segment_ids, text, keys_replicated, scale, block_attention: as `ring_attention`.

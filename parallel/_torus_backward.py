@@ -10,13 +10,25 @@ from jaxtyping import Array
 
 from parallel._block_attention import Attended
 from parallel._ring_loop import Gradients, ring_backward
-from parallel._torus_parts import Outputs, Pulled, Rows, Saved, Torus, assembled, pull, push
+from parallel._torus_parts import (
+    Outputs,
+    Pulled,
+    Rows,
+    Saved,
+    Torus,
+    assembled,
+    joined,
+    joined_attended,
+    pull,
+    push,
+    push_all,
+)
 
 
 def torus_backward(torus: Torus, saved: Saved, cotangent: Outputs) -> Rows:
     """Gradients of all rows; those of the text are this device's share."""
     state = _Gradients.begin(torus, saved, cotangent)
-    for step in backward_steps(torus.machines):
+    for step in backward_steps(torus.machines, is_joined=torus.ring.size > 1 and not torus.causal):
         state.run(step)
     pushed_q = [state.pushed_q[k] for k in range(1, torus.machines)]
     pushed_kv = [state.pushed_kv[k] for k in range(1, torus.machines)]
@@ -25,35 +37,70 @@ def torus_backward(torus: Torus, saved: Saved, cotangent: Outputs) -> Rows:
     return Rows(dq, dkv, *state.text_gradients())
 
 
+class Block(NamedTuple):
+    """Parts k of the queries, which attend to part j of the keys at once, in one turn of the ring."""
+
+    queries: tuple[int, ...]
+    keys: int
+
+
 class Step(NamedTuple):
-    """Pairs (k, j) of parts of queries and keys to compute, and beside them one transfer, if any.
+    """Blocks to compute, and beside them one transfer, if any.
 
     Attributes:
         pull: k of the cotangents that arrive.
-        push_q, push_kv: k of the gradients that leave.
+        push_q: those k of the gradients of queries that leave: one, or all in one exchange.
+        push_kv: k of the gradients of keys that leave.
     """
 
-    pairs: tuple[tuple[int, int], ...]
+    blocks: tuple[Block, ...]
     pull: int = 0
-    push_q: int = 0
+    push_q: tuple[int, ...] = ()
     push_kv: int = 0
 
+    @property
+    def has_transfer(self) -> bool:
+        """Whether anything moves between machines."""
+        return bool(self.pull or self.push_q or self.push_kv)
 
-def backward_steps(machines: int) -> list[Step]:
-    """All pairs of N parts in an order in which every transfer, one at a time, runs beside some of them."""
+
+def backward_steps(machines: int, *, is_joined: bool) -> list[Step]:
+    """All pairs of N parts in an order in which every transfer, one at a time, runs beside some of them.
+
+    Each pair alone gives transfers the most to run beside. Where keys go round a ring for every block, and queries can
+    be joined to share its turn, 2 N + 1 turns of N^2 are enough.
+    """
+    if machines == 1:
+        return [Step((Block((0,), 0),))]
+    return _joined_steps(machines) if is_joined and machines > 2 else _paired_steps(machines)
+
+
+def _paired_steps(machines: int) -> list[Step]:
     last = machines - 1
-    if not last:
-        return [Step(((0, 0),))]
-    steps = [Step(tuple((0, j) for j in range(1, machines)), pull=1)]
+    steps = [Step(tuple(Block((0,), j) for j in range(1, machines)), pull=1)]
     for k in range(1, last):
-        pairs = [(k, j) for j in (*range(1, machines), 0)]
+        blocks = [Block((k,), j) for j in (*range(1, machines), 0)]
         half = -(-machines // 2)
-        steps.append(Step(tuple(pairs[:half]), pull=k + 1))
-        steps.append(Step(tuple(pairs[half:]), push_q=k - 1))
-    steps.append(Step(((last, 1),), push_q=last - 1))
-    steps += [Step(((last, j),), push_kv=j - 1) for j in range(2, machines)]
-    steps.append(Step(((last, 0),), push_kv=last))
-    steps.append(Step(((0, 0),), push_q=last))
+        steps.append(Step(tuple(blocks[:half]), pull=k + 1))
+        steps.append(Step(tuple(blocks[half:]), push_q=(k - 1,) if k > 1 else ()))
+    steps.append(Step((Block((last,), 1),), push_q=(last - 1,) if last > 1 else ()))
+    steps += [Step((Block((last,), j),), push_kv=j - 1) for j in range(2, machines)]
+    steps.append(Step((Block((last,), 0),), push_kv=last))
+    steps.append(Step((Block((0,), 0),), push_q=(last,)))
+    return steps
+
+
+def _joined_steps(machines: int) -> list[Step]:
+    last = machines - 1
+    every = tuple(range(machines))
+    others = every[1:]
+    steps = [Step((Block((0,), 1),), pull=1)]
+    steps += [Step((Block((k,), 0),), pull=k + 1) for k in range(1, last)]
+    steps.append(Step((Block((last,), 0), Block(others, 1))))
+    steps += [Step((Block(every, j),), push_kv=j - 1) for j in range(2, last)]
+    steps.append(Step((Block(others, last),), push_kv=last - 1))
+    steps.append(Step((Block((0,), last),), push_q=others))
+    steps.append(Step((Block((0,), 0),), push_kv=last))
     return steps
 
 
@@ -102,32 +149,37 @@ class _Gradients:
         return state
 
     def run(self, step: Step) -> None:
-        """Start the step's transfer, compute its pairs, and wait for both before anything that follows."""
-        moving: Array | None = None
-        if step.pull:
-            moving = pull(self.torus, self.source, step.pull)
-        elif step.push_q:
-            moving = push(self.torus, self.final_q(step.push_q), step.push_q)
-        elif step.push_kv:
-            moving = push(self.torus, self.final_kv(step.push_kv), step.push_kv)
+        """Start the step's transfer, compute its blocks, and wait for both before anything that follows."""
+        moving = self._start(step)
         # One ring after the other, and the last block for the transfer: one transfer at a time is hidden.
-        for k, j in step.pairs[:-1]:
-            self._add(k, j)
+        for block in step.blocks[:-1]:
+            self._add(block)
             self.attended, self.dq, self.dkv = lax.optimization_barrier((self.attended, self.dq, self.dkv))
-        self._add(*step.pairs[-1], last_is_free=moving is not None)
+        self._add(step.blocks[-1], last_is_free=step.has_transfer)
         here = moving, self.source, self.attended, self.dq, self.dkv
-        if moving is None:
+        if not step.has_transfer:
             _, self.source, self.attended, self.dq, self.dkv = lax.optimization_barrier(here)
             return
         # The text's gradients wait too, since they are added up outside.
         here, self.text = lax.optimization_barrier((here, self.text))
         moving, self.source, self.attended, self.dq, self.dkv = here
         if step.pull:
-            self._arrived(moving)
+            self._arrived(moving[0])
         elif step.push_q:
-            self.pushed_q[step.push_q] = moving
+            self.pushed_q.update(zip(step.push_q, moving, strict=True))
         else:
-            self.pushed_kv[step.push_kv] = moving
+            self.pushed_kv[step.push_kv] = moving[0]
+
+    def _start(self, step: Step) -> list[Array]:
+        """What the step's transfer brings."""
+        if step.pull:
+            return [pull(self.torus, self.source, step.pull)]
+        if step.push_kv:
+            return [push(self.torus, self.final_kv(step.push_kv), step.push_kv)]
+        leaving = [self.final_q(k) for k in step.push_q]
+        if len(leaving) > 1:
+            return push_all(self.torus, leaving)
+        return [push(self.torus, x, k) for x, k in zip(leaving, step.push_q, strict=True)]
 
     def final_q(self, k: int) -> Array:
         """Gradient of part k of the queries, in their dtype."""
@@ -146,12 +198,15 @@ class _Gradients:
             self.dq[k] += here.dq
             self.text = self.text._replace(dkv=self.text.dkv + here.dkv)
 
-    def _add(self, k: int, j: int, *, last_is_free: bool = False) -> None:
-        """Part k of the queries and part j of the keys, of all devices of the ring."""
-        queries, keys = self.pulled.queries[k], self.pulled.keys[j]
-        here = ring_backward(self.torus.ring, queries, self.attended[k], keys, last_is_free=last_is_free)
-        self.dq[k] += here.dq
-        self.dkv[j] += here.dkv
+    def _add(self, block: Block, *, last_is_free: bool = False) -> None:
+        """What the block contributes, with the keys of all devices of the ring."""
+        keys = self.pulled.keys[block.keys]
+        queries = joined([self.pulled.queries[k] for k in block.queries])
+        attended = joined_attended([self.attended[k] for k in block.queries])
+        here = ring_backward(self.torus.ring, queries, attended, keys, last_is_free=last_is_free)
+        for k, dq in zip(block.queries, jnp.split(here.dq, len(block.queries), axis=1), strict=True):
+            self.dq[k] += dq
+        self.dkv[block.keys] += here.dkv
 
     def _add_text(self, attended: Attended) -> None:
         text, text_keys = self.pulled.text, self.pulled.text_keys

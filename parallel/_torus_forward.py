@@ -18,6 +18,7 @@ from parallel._torus_parts import (
     Saved,
     Torus,
     assembled,
+    joined,
     part_ids,
     pull,
     push_all,
@@ -102,7 +103,7 @@ class _Sums:
         ring, queries, sums = self.torus.ring, self.queries[some], self.sums[some]
         if self.torus.causal and ring.size == 1:
             return [ring_forward(ring, q, keys, start) for q, start in zip(queries, sums, strict=True)]
-        return _parted(ring_forward(ring, _joined(queries), keys, _joined_sums(sums)), len(sums))
+        return _parted(ring_forward(ring, joined(queries), keys, _joined_sums(sums)), len(sums))
 
     def push_outputs(self, dtype: jnp.dtype) -> list[Array]:
         """Outputs to where they belong, while own queries attend to the last keys."""
@@ -138,18 +139,6 @@ def _text_rows(torus: Torus, rows: Rows, ids: Ids) -> tuple[Queries | None, Keys
     length = rows.text_q.shape[1]
     places = jnp.arange(-length, 0, dtype=jnp.int32) if torus.causal else None
     return Queries(rows.text_q, ids.text, places), Keys(rows.text_kv, ids.text, places)
-
-
-def _joined(queries: list[Queries]) -> Queries:
-    """All parts as one block of rows."""
-    if len(queries) == 1:
-        return queries[0]
-    q, ids, positions = zip(*queries, strict=True)
-    return Queries(
-        jnp.concatenate(q, axis=1),
-        None if ids[0] is None else jnp.concatenate(ids, axis=1),
-        None if positions[0] is None else jnp.concatenate(positions),
-    )
 
 
 def _joined_sums(sums: list[Partial]) -> Partial:

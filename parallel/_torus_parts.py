@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from parallel._block_attention import BlockAttention
+from parallel._block_attention import Attended, BlockAttention
 from parallel._online_softmax import Partial
 from parallel._ring_loop import Keys, Queries, Ring
 from parallel._routes import AxisName
@@ -171,3 +171,24 @@ def assembled(torus: Torus, parts: list[Array]) -> Array:
     of_head_part = (lax.axis_index(torus.machine_axis) - jnp.arange(n)) % n
     stacked = jnp.take(jnp.stack(parts, axis=-3), of_head_part, axis=-3)
     return stacked.reshape(*parts[0].shape[:-2], n * parts[0].shape[-2], parts[0].shape[-1])
+
+
+def joined(queries: list[Queries]) -> Queries:
+    """All parts as one block of rows."""
+    if len(queries) == 1:
+        return queries[0]
+    q, ids, positions = zip(*queries, strict=True)
+    return Queries(
+        jnp.concatenate(q, axis=1),
+        None if ids[0] is None else jnp.concatenate(ids, axis=1),
+        None if positions[0] is None else jnp.concatenate(positions),
+    )
+
+
+def joined_attended(parts: list[Attended]) -> Attended:
+    """Results and cotangents of `joined` queries."""
+    return (
+        parts[0]
+        if len(parts) == 1
+        else Attended(*(jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True)))
+    )

@@ -14,13 +14,26 @@ time, since that is what a GPU's scheduler hides: a pull is one permute, the pus
 machine is around all this: its exchange works on another axis than pulls and pushes, so it can be done for all parts
 before the first pull, and after the last push, instead of for each part when it arrives.
 
-For the gradient queries and keys are kept as they were pulled:
+For the gradient queries and keys are kept as they were pulled. A pair of parts at a time gives transfers the most to
+hide under:
 
     Pull dO, k = 0          cotangents of o_1 arrive                              | own queries and the keys of others
              k = 1 .. N-2   cotangents of o_{k+1} arrive, dQ of o_{k-1} leave     | queries of o_k and all keys
     Push dKV, k = N-1       dQ of o_{k-1}, then dKV of o_1, o_2, .. leave         | queries of o_k and keys of o_1, ..,
                                                                                   | o_{N-1}, then own
     Push dQ                 dQ of o_{N-1} leave                                   | own queries and own keys
+
+That is N^2 turns of an inner ring. Where there is one (and N > 2, and no causal mask that spares whole pairs), queries
+share its turns, and 2 N + 1 are enough:
+
+    Pull dO, k = 0          cotangents of o_1 arrive                       | own queries and the keys of o_1
+             k = 1 .. N-2   cotangents of o_{k+1} arrive                   | queries of o_k and own keys
+                            (nothing)                                      | queries of o_{N-1} and own keys, then
+                                                                           | others' queries and the keys of o_1
+    Push dKV, k = 2 .. N-1  dKV of o_{k-1} leave                           | all queries and the keys of o_k, at
+                                                                           | the last k all but its own
+    Push dQ                 dQ of all others leave, in one exchange        | own queries and the keys of o_{N-1}
+    Push dKV                dKV of o_{N-1} leave                           | own queries and own keys
 
 One machine of R devices is ring attention: it is computed here too.
 

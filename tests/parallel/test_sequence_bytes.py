@@ -95,15 +95,16 @@ def test_keys_passed_on_across_machines(attention, shape):
     assert sent(attention, (machines, ulysses, ring), rows, gradient=True) == expected
 
 
-@pytest.mark.parametrize(("machines", "ring"), [(1, 3), (2, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize(("machines", "ring"), [(1, 3), (2, 2), (2, 4), (3, 2), (4, 2)])
 def test_rings_inside_machines(machines, ring):
-    """The gradient's ring turns for every pair of machines: N times as much as for one."""
-    rows = Rows(q_loc=machines, k_loc=machines)
+    """The gradient's ring turns 2 N + 1 times, or for every pair of N < 3 machines."""
+    rows = Rows(q_loc=machines, k_loc=machines, heads=2 * machines, kv_heads=2 * machines)
     mesh = abstract_mesh(m=machines, r=ring, u=1)
     tensor = rows.batch * rows.q_loc * rows.heads * rows.dim * 2
     across = 4 * (machines - 1) * tensor // machines
     forward = 2 * (2 if machines > 1 else 1) * (ring - 1) * tensor
-    backward = machines * 2 * tensor * ((ring if ring > 2 else 1) + 2 * (ring - 1))
+    turns = 2 * machines + 1 if machines > 2 else machines**2
+    backward = turns * 2 * tensor // machines * ((ring if ring > 2 else 1) + 2 * (ring - 1))
     for gradient, expected in ((False, across + forward), (True, 2 * across + forward + backward)):
         module = lower(TORUS, mesh, ("m", "r", "u"), rows, gradient=gradient)
         found = sent_by_machine(module, machines_of(mesh, 1))

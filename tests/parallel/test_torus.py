@@ -32,6 +32,7 @@ ALL = Case(segments=3, causal=True, text=5, kv_heads=2)
     [
         (4, 2, 1),
         (3, 1, 1),
+        (3, 1, 2),
         *(
             pytest.param(shape, marks=pytest.mark.full)
             for shape in [(1, 1, 1), (2, 1, 1), (2, 4, 1), (2, 2, 2), (1, 2, 2)]
@@ -111,27 +112,33 @@ def test_bfloat16_errors_are_those_of_one_device():
         assert error <= 2 * base
 
 
+@pytest.mark.parametrize("is_joined", [False, True], ids=["pairs", "joined"])
 @pytest.mark.parametrize("machines", range(1, 9))
-def test_gradients_leave_when_they_are_complete_and_beside_something(machines):
+def test_gradients_leave_when_they_are_complete_and_beside_something(machines, is_joined):
     """Every pair once, every part moved once; nothing is used before it is here, or leaves before it is summed."""
-    steps = backward_steps(machines)
+    steps = backward_steps(machines, is_joined=is_joined)
     done: set[tuple[int, int]] = set()
     here, pushed = {0}, []
     for step in steps:
-        if step.push_q:
-            assert {(step.push_q, j) for j in range(machines)} <= done
+        for k in step.push_q:
+            assert {(k, j) for j in range(machines)} <= done
         if step.push_kv:
             assert {(k, step.push_kv) for k in range(machines)} <= done
-        assert (step.pull > 0) + (step.push_q > 0) + (step.push_kv > 0) <= 1
-        pushed += [("q", step.push_q)] * (step.push_q > 0) + [("kv", step.push_kv)] * (step.push_kv > 0)
-        assert step.pairs, "it hides the transfer"
-        assert {k for k, _ in step.pairs} <= here
-        assert not done & set(step.pairs)
-        done |= set(step.pairs)
+        transfers = (step.pull > 0) + (len(step.push_q) > 0) + (step.push_kv > 0)
+        assert transfers == step.has_transfer <= 1
+        pushed += [("q", k) for k in step.push_q] + [("kv", step.push_kv)] * (step.push_kv > 0)
+        assert step.blocks, "it hides the transfer"
+        pairs = [(k, block.keys) for block in step.blocks for k in block.queries]
+        assert {k for k, _ in pairs} <= here
+        assert len(set(pairs)) == len(pairs)
+        assert not done & set(pairs)
+        done |= set(pairs)
         here |= {step.pull}
     assert done == {(k, j) for k in range(machines) for j in range(machines)}
     assert here == set(range(machines))
     assert sorted(pushed) == sorted((x, k) for x in ("q", "kv") for k in range(1, machines))
+    blocks = sum(len(step.blocks) for step in steps)
+    assert blocks == (2 * machines + 1 if is_joined and machines > 2 else machines**2)
 
 
 def test_shard_map_may_check_positions_which_one_axis_lacks():
