@@ -82,6 +82,10 @@ class Inputs(NamedTuple):
         return JointOutput(out, text)
 
 
+_OF_ROWS = ("q", "k", "v", "segment_ids of q", "segment_ids of k")
+_OF_TEXT = ("the text's q", "the text's k", "the text's v", "segment_ids of the text")
+
+
 def check_inputs(
     name: str,
     axes: Mapping[str, Any],
@@ -103,7 +107,8 @@ def check_inputs(
             integers of at most 32 bits, a text that is no `ReplicatedText`, flags that are traced or no bool, or a
             scale that is traced or no number.
         ValueError: if shapes disagree or have a 0; for ids past int32, a scale that is not finite, a text without ids
-            beside a sequence that has them; and for axes that are missing, not manual, or given twice.
+            beside a sequence that has them; for axes that are missing, not manual, or given twice; and for arrays that
+            are divided over an explicit mesh axis.
     """
     names = check_axes(name, axes)
     q, k, v = _arrays(name, "", *qkv)
@@ -114,6 +119,9 @@ def check_inputs(
         if text.segment_ids is not None and ids is None:
             ids = jnp.ones(q.shape[:2], jnp.int32), jnp.ones(k.shape[:2], jnp.int32)
     q_ids, kv_ids = (None, None) if ids is None else ids
+    of_text = () if text is None else zip(_OF_TEXT, text, strict=True)
+    for what, x in (*zip(_OF_ROWS, (q, k, v, q_ids, kv_ids), strict=True), *of_text):
+        _check_undivided(name, what, x)
     together = varying_axes(q, k, v, q_ids, kv_ids, text) | set(names)
     mark = partial(as_varying, axes=together)
     q, k, v, q_ids, kv_ids, text = jax.tree.map(mark, (q, k, v, q_ids, kv_ids, text))
@@ -154,6 +162,18 @@ def check_axes(name: str, axes: Mapping[str, Any]) -> tuple[Any, ...]:
                 )
             seen[one] = argument
     return tuple(seen)
+
+
+def _check_undivided(name: str, what: str, x: Array | None) -> None:
+    """Raises ValueError for an array that is in parts where it looks whole, by the types of explicit axes."""
+    spec = () if x is None else jax.typeof(x).sharding.spec
+    over = [axis for axes in spec if axes for axis in (axes if isinstance(axes, tuple) else (axes,))]
+    if over:
+        raise ValueError(
+            f"{name}: {what} is divided by shard_map alone; got {jax.typeof(x)}, divided over the explicit mesh"
+            f" {'axis' if len(over) == 1 else 'axes'} {', '.join(map(repr, over))}. Make that manual: name it in"
+            " axis_names of the jax.shard_map around the call, or leave axis_names out for all."
+        )
 
 
 def _arrays(name: str, of: str, *qkv: Any) -> tuple[Array, ...]:
