@@ -6,9 +6,9 @@ packed kernels, plain XLA, or a function of your own can serve.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, no_type_check, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,10 @@ from parallel._check import implementation, kind
 from parallel._online_softmax import Partial, as_partial, row_products, share_of_whole
 
 
-class BlockMask(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+@no_type_check  # JAX rebuilds pytrees with placeholders for leaves
+class BlockMask:
     """Which queries attend to which keys. A condition that is None does not limit anything; all that are given hold.
 
     Attributes:
@@ -26,24 +29,35 @@ class BlockMask(NamedTuple):
             padding: such rows attend to nothing (zeros, -inf), and nothing attends to such keys. Both or neither.
         q_positions, kv_positions: (l_q,) and (l_k,) places in the sequence, int32; rows attend to keys that are not
             behind them. Both or neither.
+        is_diagonal: whether these are the same rising places of both, known when the program is traced: row i attends
+            to keys 0 to i. For kernels that know no other causal mask; who heeds positions may ignore it.
     """
 
     q_ids: Array | None = None
     kv_ids: Array | None = None
     q_positions: Array | None = None
     kv_positions: Array | None = None
+    is_diagonal: bool = field(default=False, metadata={"static": True})
 
     @property
     def allows_all(self) -> bool:
         """Whether every query attends to every key."""
-        return all(condition is None for condition in self)
+        return self.q_ids is None and self.q_positions is None
 
     def of_queries(self, rows: slice) -> "BlockMask":
         """For some of the queries."""
-        return self._replace(
-            q_ids=None if self.q_ids is None else self.q_ids[:, rows],
-            q_positions=None if self.q_positions is None else self.q_positions[rows],
+        return BlockMask(
+            None if self.q_ids is None else self.q_ids[:, rows],
+            self.kv_ids,
+            None if self.q_positions is None else self.q_positions[rows],
+            self.kv_positions,
         )
+
+
+def diagonal_mask(q_ids: Array | None, kv_ids: Array | None, length: int) -> BlockMask:
+    """The causal mask between as many queries as keys, at the same places of the sequence, whichever these are."""
+    places = jnp.arange(length, dtype=jnp.int32)
+    return BlockMask(q_ids, kv_ids, places, places, is_diagonal=True)
 
 
 class Attended(NamedTuple):

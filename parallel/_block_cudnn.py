@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -15,9 +16,9 @@ _MOST_HEAD_DIM = 128
 
 
 def cudnn_applies(q: Array, k: Array, v: Array, mask: BlockMask) -> bool:
-    """Whether cuDNN can serve: unmasked, bfloat16 or float16, some rows, head size a multiple of 8 up to 128."""
+    """Whether cuDNN can serve: no ids, nor positions but a diagonal's, half precision, head size a multiple of 8 up to 128."""
     return (
-        mask.allows_all
+        (mask.allows_all or (mask.is_diagonal and mask.q_ids is None))
         and q.dtype == k.dtype == v.dtype
         and q.dtype in _DTYPES
         and q.shape[-1] % 8 == 0
@@ -25,6 +26,12 @@ def cudnn_applies(q: Array, k: Array, v: Array, mask: BlockMask) -> bool:
         and q.size > 0
         and k.size > 0
     )
+
+
+def cudnn_partitions() -> bool:
+    """Whether JAX can lower cuDNN's calls here: not where some mesh axes are manual and others are not."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return len(mesh.manual_axes) in (0, len(mesh.axis_names))
 
 
 def cudnn_installed() -> bool:
@@ -36,11 +43,13 @@ def cudnn_installed() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CudnnBlockAttention:
-    """Block attention by cuDNN, forward and backward, on CUDA only.
+    """Block attention by cuDNN, forward and backward, on CUDA only; of causal masks the diagonal one.
 
     Calls JAX's internal binding, for two reasons. `jax.nn.dot_product_attention` rounds its residual to the inputs'
     dtype: a bfloat16 lse is off by up to 0.4 %, some 4 % of a weight at lse = 10. And its gradient is that of its own
     softmax, while a block's needs the statistics of the whole: cuDNN's backward kernel takes them as arguments.
+
+    A causal mask makes weights of later rows 0, and 0 * NaN is NaN: what is not finite there may reach earlier rows.
     """
 
     def forward(self, q: Array, k: Array, v: Array, mask: BlockMask, scale: float) -> Partial:
@@ -50,7 +59,9 @@ class CudnnBlockAttention:
             NotImplementedError: for what cuDNN does not take.
         """
         fused = self._binding(q, k, v, mask)
-        out, lse = fused.dot_product_attention(q, k, v, scale=scale, return_residual=True)
+        out, lse = fused.dot_product_attention(
+            q, k, v, scale=scale, mask_type=_mask_type(fused, mask), return_residual=True
+        )
         return Partial(out, lse.transpose(0, 2, 1))
 
     def backward(
@@ -75,7 +86,7 @@ class CudnnBlockAttention:
             seed=42,
             dropout_rate=0.0,
             variadic_args=(False, False),
-            mask_type=fused.MaskType.NO_MASK,
+            mask_type=_mask_type(fused, mask),
             layout=fused.AttentionLayout.BTNH.value,
             sliding_window_length=None,
         )
@@ -84,10 +95,14 @@ class CudnnBlockAttention:
     def _binding(self, q: Array, k: Array, v: Array, mask: BlockMask) -> Any:
         if not cudnn_applies(q, k, v, mask):
             raise NotImplementedError(
-                "CudnnBlockAttention: no mask, bfloat16 or float16, head size a multiple of 8 up to 128; got"
-                f" {q.dtype}{list(q.shape)}, {k.dtype}{list(k.shape)}, masked={not mask.allows_all}. Use"
-                " PackedBlockAttention or XlaBlockAttention."
+                "CudnnBlockAttention: no mask but a diagonal one, bfloat16 or float16, head size a multiple of 8 up to"
+                f" 128; got {q.dtype}{list(q.shape)}, {k.dtype}{list(k.shape)}, masked={not mask.allows_all},"
+                f" diagonal={mask.is_diagonal}. Use PackedBlockAttention or XlaBlockAttention."
             )
         from jax._src.cudnn import fused_attention_stablehlo as fused
 
         return fused
+
+
+def _mask_type(fused: Any, mask: BlockMask) -> Any:
+    return fused.MaskType.CAUSAL if mask.is_diagonal else fused.MaskType.NO_MASK

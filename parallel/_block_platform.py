@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array
 
 from parallel._block_attention import Attended, BlockAttention, BlockMask
-from parallel._block_cudnn import CudnnBlockAttention, cudnn_applies, cudnn_installed
+from parallel._block_cudnn import CudnnBlockAttention, cudnn_applies, cudnn_installed, cudnn_partitions
 from parallel._block_packed import PackedBlockAttention
 from parallel._block_xla import XlaBlockAttention
 from parallel._online_softmax import as_partial
@@ -18,10 +18,11 @@ from parallel._pallas_attention import PallasKernel, kernel_tiles
 
 @dataclass(frozen=True, slots=True)
 class PlatformBlockAttention:
-    """On CUDA cuDNN where nothing is masked, Triton for segments, both for the rows that they take; else plain JAX.
+    """On CUDA cuDNN where there are no segments, Triton for segments, both for the rows that they take; else plain JAX.
 
-    cuDNN: bfloat16 or float16, no mask, head size a multiple of 8 up to 128. Triton: float32 or bfloat16, head size 64
-    or 128, not causal. The one place where that is chosen; the platform is that of the lowered program.
+    cuDNN: bfloat16 or float16, no mask or a diagonal one, head size a multiple of 8 up to 128. Triton: float32 or
+    bfloat16, head size 64 or 128, no positions. The one place where that is chosen; the platform is that of the lowered
+    program.
     """
 
     def forward(self, q: Array, k: Array, v: Array, mask: BlockMask, scale: float) -> Any:
@@ -55,7 +56,7 @@ def _on_platform(run: Any, q: Array, k: Array, v: Array, mask: BlockMask, scale:
 
 def _cuda_block(q: Array, k: Array, v: Array, mask: BlockMask, scale: float) -> BlockAttention | None:
     """The kernel that takes these rows; None if only plain JAX does."""
-    if cudnn_applies(q, k, v, mask) and cudnn_installed():
+    if cudnn_applies(q, k, v, mask) and cudnn_partitions() and cudnn_installed():
         return CudnnBlockAttention()
     packed = PackedBlockAttention(PallasKernel())
     q_rows, k_rows, v_rows = packed.row_shapes(q, k, v)

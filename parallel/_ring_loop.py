@@ -11,12 +11,13 @@ The gradient sends keys round again, and behind them the gradients of these keys
 
 so nothing waits for the first or the last permute either.
 
-Under a causal mask a device computes no block whose keys all come after its queries, in both directions; what moves is
-the same.
+Under a causal mask a device computes no block whose keys all come after its queries, in both directions, and those
+whose keys all come before them without a mask, so that fast kernels take them; what moves is the same.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -25,31 +26,49 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from parallel._block_attention import Attended, BlockAttention, BlockMask, block_forward
+from parallel._block_attention import Attended, BlockAttention, BlockMask, block_forward, diagonal_mask
 from parallel._online_softmax import Partial, empty_partial, merge
 from parallel._routes import AxisName
 
 
 class Queries(NamedTuple):
-    """Queries on a device, with the ids and positions of their rows where masks need them."""
+    """Queries on a device, with what masks need to know of their rows.
+
+    Attributes:
+        q: one run of rows of the sequence, or several of one length, one after another.
+        ids: segment ids.
+        positions: under a causal mask, where in the sequence each run starts.
+    """
 
     q: Float[Array, "b l_q h d"]
     ids: Int[Array, "b l_q"] | None = None
-    positions: Int[Array, " l_q"] | None = None
+    positions: Int[Array, " runs"] | None = None
 
     def rows(self, rows: slice) -> "Queries":
-        """Some of them."""
-        ids = None if self.ids is None else self.ids[:, rows]
-        positions = None if self.positions is None else self.positions[rows]
-        return Queries(self.q[:, rows], ids, positions)
+        """Some of them, wherever in the sequence."""
+        return Queries(self.q[:, rows], None if self.ids is None else self.ids[:, rows])
+
+    def runs(self) -> list["Queries"]:
+        """Each run alone; all rows together where it does not matter where they are."""
+        if self.positions is None or len(self.positions) == 1:
+            return [self]
+        length = self.q.shape[1] // len(self.positions)
+        return [
+            self.rows(slice(i * length, (i + 1) * length))._replace(positions=self.positions[i : i + 1])
+            for i in range(len(self.positions))
+        ]
 
 
 class Keys(NamedTuple):
-    """Keys and values on a device, stacked, with the ids and positions of their rows where masks need them."""
+    """Keys and values on a device, stacked: one run of rows, with what masks need to know of it, as in `Queries`."""
 
     kv: Float[Array, "2 b l_k h_kv d"]
     ids: Int[Array, "b l_k"] | None = None
-    positions: Int[Array, " l_k"] | None = None
+    positions: Int[Array, " 1"] | None = None
+
+    def rows(self, rows: slice) -> "Keys":
+        """Some of them, wherever in the sequence."""
+        return Keys(self.kv[:, :, rows], None if self.ids is None else self.ids[:, rows])
 
 
 class Gradients(NamedTuple):
@@ -57,6 +76,9 @@ class Gradients(NamedTuple):
 
     dq: Float[Array, "b l_q h d"]
     dkv: Float[Array, "2 b l_k h_kv d"]
+
+
+_WHOLE = slice(0, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,48 +101,110 @@ class Ring:
         return lax.axis_size(self.axis_name)
 
     def attend(self, queries: Queries, keys: Keys) -> Partial:
-        """Of these queries to these keys, here; nothing is computed if all keys come after all queries."""
-        (k, v), mask = keys.kv, mask_of(queries, keys)
+        """Of these queries to these keys, here; a run of queries that all keys come after is not computed."""
+        runs = [self._attend_run(run, keys) for run in queries.runs()]
+        if len(runs) == 1:
+            return runs[0]
+        return Partial(*(jnp.concatenate(x, axis=1) for x in zip(*runs, strict=True)))
 
-        def compute() -> Partial:
-            return block_forward(self.block, queries.q, k, v, mask, self.scale)
+    def _attend_run(self, queries: Queries, keys: Keys) -> Partial:
+        k, v = keys.kv
 
-        return _if_any_attends(mask, compute, lambda: empty_partial(queries.q))
+        def under(mask: Callable[[Queries, Keys], BlockMask]) -> Partial:
+            return block_forward(self.block, queries.q, k, v, mask(queries, keys), self.scale)
 
-    def gradients(self, queries: Queries, attended: Attended, keys: Keys) -> Gradients:
-        """What these queries and these keys contribute to each other's gradients."""
-        (k, v), mask = keys.kv, mask_of(queries, keys)
+        def nothing() -> Partial:
+            return empty_partial(queries.q)
 
-        def compute() -> Gradients:
-            dq, dk, dv = self.block.backward(queries.q, k, v, attended, mask, self.scale)
-            return Gradients(dq.astype(jnp.float32), jnp.stack([dk, dv]).astype(jnp.float32))
+        return _by_place(queries, keys, nothing, partial(under, _causal_mask), partial(under, _mask_of_ids))
+
+    def gradients(self, queries: Queries, attended: Attended, keys: Keys, rows: slice = _WHOLE) -> Gradients:
+        """What a run of queries, or some rows of it, and these keys contribute to each other's gradients."""
+        some, of_some = queries.rows(rows), attended.rows(rows)
+
+        def partly() -> Gradients:
+            if _is_square(queries, keys):
+                return self._diagonal_gradients(some, of_some, keys, rows.start)
+            return self._contribution(some, of_some, keys, _causal_mask(queries, keys).of_queries(rows))
 
         def nothing() -> Gradients:
-            return Gradients(*(jnp.zeros_like(x, dtype=jnp.float32) for x in (queries.q, keys.kv)))
+            return Gradients(*(jnp.zeros_like(x, dtype=jnp.float32) for x in (some.q, keys.kv)))
 
-        return _if_any_attends(mask, compute, nothing)
+        def wholly() -> Gradients:
+            return self._contribution(some, of_some, keys, _mask_of_ids(some, keys))
+
+        return _by_place(queries, keys, nothing, partly, wholly)
+
+    def _diagonal_gradients(self, queries: Queries, attended: Attended, keys: Keys, start: int) -> Gradients:
+        """Of rows from `start` on, where queries and keys of the block are at the same positions.
+
+        No key after them takes part, and none before them needs a mask.
+        """
+        stop = start + queries.q.shape[1]
+        own = keys.rows(slice(start, stop))
+        dq, dkv = self._contribution(queries, attended, own, _causal_mask(queries, own))
+        parts = [dkv, jnp.zeros_like(keys.kv[:, :, stop:], dtype=jnp.float32)]
+        if start:
+            before = keys.rows(slice(0, start))
+            past = self._contribution(queries, attended, before, _mask_of_ids(queries, before))
+            dq, parts = dq + past.dq, [past.dkv, *parts]
+        return Gradients(dq, jnp.concatenate(parts, axis=2))
+
+    def _contribution(self, queries: Queries, attended: Attended, keys: Keys, mask: BlockMask) -> Gradients:
+        k, v = keys.kv
+        dq, dk, dv = self.block.backward(queries.q, k, v, attended, mask, self.scale)
+        return Gradients(dq.astype(jnp.float32), jnp.stack([dk, dv]).astype(jnp.float32))
 
 
-def mask_of(queries: Queries, keys: Keys) -> BlockMask:
-    """The mask between queries and keys."""
-    return BlockMask(queries.ids, keys.ids, queries.positions, keys.positions)
+def _mask_of_ids(queries: Queries, keys: Keys) -> BlockMask:
+    """The mask between queries and keys that all come before them, or that no causal mask is between."""
+    return BlockMask(queries.ids, keys.ids)
+
+
+def _is_square(queries: Queries, keys: Keys) -> bool:
+    return queries.q.shape[1] == keys.kv.shape[2]
+
+
+def _causal_mask(queries: Queries, keys: Keys) -> BlockMask:
+    """The mask between a run of queries and keys, of which some come after some of the queries.
+
+    Runs of one length start at multiples of it, be they a device's rows or the text's, which ends at 0: two of them
+    that overlap are one and the same, and its place does not matter.
+    """
+    if _is_square(queries, keys):
+        return diagonal_mask(queries.ids, keys.ids, queries.q.shape[1])
+    return BlockMask(
+        queries.ids,
+        keys.ids,
+        q_positions=_places(queries.positions, queries.q.shape[1]),
+        kv_positions=_places(keys.positions, keys.kv.shape[2]),
+    )
+
+
+def _places(start: Array | None, length: int) -> Array | None:
+    return None if start is None else start + jnp.arange(length, dtype=jnp.int32)
 
 
 _Result = TypeVar("_Result", Partial, Gradients)
 
 
-def _if_any_attends(
-    mask: BlockMask, compute: Callable[[], _Result], nothing: Callable[[], _Result]
+def _by_place(
+    queries: Queries,
+    keys: Keys,
+    nothing: Callable[[], _Result],
+    partly: Callable[[], _Result],
+    wholly: Callable[[], _Result],
 ) -> _Result:
-    """A block's result, or `nothing` without computing it where every key comes after every query.
+    """A block's result, by whether its queries come before all keys, among them, or after all of them.
 
-    No collective stands in a branch, for devices take different ones.
+    Without positions they attend to all. No collective stands in a branch, for devices take different ones.
     """
-    if mask.q_positions is None or mask.kv_positions is None:
-        return compute()
-    ends = jnp.iinfo(jnp.int32)
-    last, first = mask.q_positions.max(initial=ends.min), mask.kv_positions.min(initial=ends.max)
-    return lax.cond(last >= first, compute, nothing)
+    if queries.positions is None or keys.positions is None:
+        return wholly()
+    first_q, first_k = lax.squeeze(queries.positions, (0,)), lax.squeeze(keys.positions, (0,))
+    last_q, last_k = first_q + queries.q.shape[1] - 1, first_k + keys.kv.shape[2] - 1
+    some, every = first_k <= last_q, last_k <= first_q
+    return lax.switch(some.astype(jnp.int32) + every, (nothing, partly, wholly))
 
 
 def ring_forward(ring: Ring, queries: Queries, keys: Keys, start: Partial | None = None) -> Partial:
@@ -161,7 +245,7 @@ def ring_backward(
     half = queries.q.shape[1] // 2
     first, second = slice(0, half), slice(half, None)
 
-    own = ring.gradients(queries.rows(first), attended.rows(first), keys) if half else None
+    own = ring.gradients(queries, attended, keys, first) if half else None
     moving, _, own = _passed_on(ring, keys, beside=own)
     others = ring.gradients(queries, attended, _at_step(ring, moving, 1))
 
@@ -177,9 +261,9 @@ def ring_backward(
         (others, _), _ = lax.scan(step, (others, ahead), steps)
     if last_is_free:
         (home,), (queries, attended) = _permuted(ring, [others.dkv], (queries, attended))
-        rest = ring.gradients(queries.rows(second), attended.rows(second), keys)
+        rest = ring.gradients(queries, attended, keys, second)
     else:
-        rest = ring.gradients(queries.rows(second), attended.rows(second), keys)
+        rest = ring.gradients(queries, attended, keys, second)
         (home,), rest = _permuted(ring, [others.dkv], rest)
     if own is None:
         return Gradients(others.dq + rest.dq, home + rest.dkv)

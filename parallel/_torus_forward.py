@@ -93,17 +93,11 @@ class _Sums:
         self.keys[k] = self.keys[k]._replace(kv=arrived)
         following = self._keys_of(k + 1)
         some = slice(1 if following is None else 0, None)
-        sums = self._attend_to(self.keys[k], some)
-        self.sums[some], following = lax.optimization_barrier((sums, following))
+        queries, sums = self.queries[some], self.sums[some]
+        total = ring_forward(self.torus.ring, joined(queries), self.keys[k], _joined_sums(sums))
+        self.sums[some], following = lax.optimization_barrier((_parted(total, len(sums)), following))
         if following is not None:
             self.keys.append(self.of_part.keys(k + 1, following))
-
-    def _attend_to(self, keys: Keys, some: slice) -> list[Partial]:
-        """Of some parts of the queries: as one block; each alone where a causal mask may spare it and no ring moves."""
-        ring, queries, sums = self.torus.ring, self.queries[some], self.sums[some]
-        if self.torus.causal and ring.size == 1:
-            return [ring_forward(ring, q, keys, start) for q, start in zip(queries, sums, strict=True)]
-        return _parted(ring_forward(ring, joined(queries), keys, _joined_sums(sums)), len(sums))
 
     def push_outputs(self, dtype: jnp.dtype) -> list[Array]:
         """Outputs to where they belong, while own queries attend to the last keys."""
@@ -136,9 +130,8 @@ def _text_forward(torus: Torus, pulled: Pulled) -> Partial | None:
 def _text_rows(torus: Torus, rows: Rows, ids: Ids) -> tuple[Queries | None, Keys | None]:
     if rows.text_q is None or rows.text_kv is None:
         return None, None
-    length = rows.text_q.shape[1]
-    places = jnp.arange(-length, 0, dtype=jnp.int32) if torus.causal else None
-    return Queries(rows.text_q, ids.text, places), Keys(rows.text_kv, ids.text, places)
+    start = jnp.array([-rows.text_q.shape[1]], jnp.int32) if torus.causal else None
+    return Queries(rows.text_q, ids.text, start), Keys(rows.text_kv, ids.text, start)
 
 
 def _joined_sums(sums: list[Partial]) -> Partial:

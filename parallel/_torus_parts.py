@@ -95,7 +95,7 @@ class Saved(NamedTuple):
 
 
 class PartIds(NamedTuple):
-    """Ids (N, b, l) of all machines and positions of the own one, from which a part's are taken."""
+    """Ids (N, b, l) of all machines, and lengths of a device's queries and keys, from which a part's masks are made."""
 
     torus: Torus
     q_ids: Array | None
@@ -120,10 +120,15 @@ class PartIds(NamedTuple):
         if not self.torus.causal:
             return None
         before = self._machine(k) * self.torus.ring.size + lax.axis_index(self.torus.ring_axis)
-        return varying_like((before * length + jnp.arange(length)).astype(jnp.int32), rows)
+        return varying_like((before * length).astype(jnp.int32)[None], rows)
 
 
 def part_ids(torus: Torus, rows: Rows, ids: Ids) -> PartIds:
+    """The ids of all machines, to take those of pulled parts from.
+
+    Communication: an all-gather of the ids over machines, int32.
+    """
+
     def of_machines(x: Array | None) -> Array | None:
         return None if x is None else lax.all_gather(x, torus.machine_axis)
 

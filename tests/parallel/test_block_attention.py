@@ -1,6 +1,7 @@
 """Block attention of every implementation: whole, and in parts of keys whose results merge and gradients add up."""
 
 import itertools
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -77,7 +78,8 @@ def in_parts(block, parts):
         cuts = np.cumsum([0, *parts])
         slices = [slice(a, b) for a, b in itertools.pairwise(cuts)]
         some = [
-            mask._replace(
+            replace(
+                mask,
                 kv_ids=None if mask.kv_ids is None else mask.kv_ids[:, s],
                 kv_positions=None if mask.kv_positions is None else mask.kv_positions[s],
             )
@@ -262,7 +264,9 @@ def test_refusals():
     causal = BlockMask(None, None, places, places)
     with pytest.raises(NotImplementedError, match=r"PackedBlockAttention: packed kernels have no causal"):
         PackedBlockAttention().forward(q, k, v, causal, 1.0)
-    with pytest.raises(NotImplementedError, match=r"CudnnBlockAttention: no mask.*got float32\[2, 4, 4, 8\]"):
+    with pytest.raises(
+        NotImplementedError, match=r"CudnnBlockAttention: no mask but a diag.*got float32\[2, 4, 4, 8\]"
+    ):
         CudnnBlockAttention().forward(q, k, v, BlockMask(), 1.0)
     transposed = DifferentiableAttention(
         lambda q, k, v, mask, scale: (q, q[..., 0].transpose(0, 2, 1)[:, :3])

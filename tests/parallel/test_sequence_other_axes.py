@@ -1,4 +1,4 @@
-"""Sequence-parallel attention beside mesh axes that `shard_map` leaves to the compiler: explicit ones, automatic ones."""
+"""Sequence-parallel attention beside mesh axes that are not manual in `shard_map`: explicit ones, automatic ones."""
 
 import jax
 import jax.numpy as jnp
