@@ -16,7 +16,7 @@ _MOST_HEAD_DIM = 128
 
 
 def cudnn_applies(q: Array, k: Array, v: Array, mask: BlockMask) -> bool:
-    """Whether cuDNN can serve: no ids, nor positions but a diagonal's, half precision, head size a multiple of 8 up to 128."""
+    """Whether cuDNN can serve: no mask but a diagonal one, half precision, head size a multiple of 8 up to 128."""
     return (
         (mask.allows_all or (mask.is_diagonal and mask.q_ids is None))
         and q.dtype == k.dtype == v.dtype

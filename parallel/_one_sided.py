@@ -23,7 +23,7 @@ from parallel._check import array, integer
 from parallel._one_sided_puts import Puts, check_puts
 from parallel._ring_loop import Keys, Queries, Ring, ring_backward
 from parallel._routes import AxisName
-from parallel._sequence_inputs import block_or_default, check_axes, check_inputs
+from parallel._sequence_inputs import check_axes, check_inputs
 
 
 def one_sided_all_to_all(
@@ -136,14 +136,14 @@ def one_sided_ring_attention(
         text=None,
         keys_replicated=False,
         scale=scale,
+        block_attention=block_attention,
     )
-    block = block_or_default(caller, block_attention)
     check_puts(caller, puts)
     if lax.axis_size(axis_name) == 1:
         return local_attention(
-            inputs.q, inputs.k, inputs.v, BlockMask(), scale=inputs.scale, block_attention=block
+            inputs.q, inputs.k, inputs.v, BlockMask(), scale=inputs.scale, block_attention=inputs.block
         )
-    ring = Ring(axis_name, block, inputs.scale)
+    ring = Ring(axis_name, inputs.block, inputs.scale)
     return _attend(puts, ring, inputs.q, jnp.stack([inputs.k, inputs.v]))
 
 

@@ -3,14 +3,13 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from parallel._block_attention import BlockAttention, BlockMask, local_attention
+from parallel._block_attention import BlockAttention, BlockMask, diagonal_mask, local_attention
 from parallel._routes import AxisName
 from parallel._sequence_inputs import (
     Inputs,
     JointOutput,
     ReplicatedText,
     SegmentIds,
-    block_or_default,
     check_inputs,
 )
 from parallel._torus_parts import Ids, Outputs, Rows, Torus
@@ -56,7 +55,8 @@ def ring_attention(
             most 0 = padding, whose output is zero. `pad_sequence` makes any length divisible with them.
         causal: queries attend to keys that are not behind them; tokens are numbered along the axis, those of the text
             before all others. A device skips the keys of others that are all behind its queries: those at the axis' end
-            have more work than those at its start.
+            have more work than those at its start. Fast kernels of GPUs take keys that all come before the queries, and
+            as many keys as queries at the same positions; what else a mask cuts is plain JAX there too.
         text: text that is the same on all devices.
         keys_replicated: k and v are short and the same on all devices (cross-attention): nothing moves. Their gradients
             are each device's share.
@@ -71,30 +71,28 @@ def ring_attention(
             integers or of 64 bits, a scale that is traced or no number, `causal` or `keys_replicated` that are traced
             or no bool, a `block_attention` that is none, an axis that is no name; of JAX's own, for forward-mode
             derivatives (`jax.jvp`, `jax.jacfwd`).
-        ValueError: for an axis that is missing, not manual, or given twice; shapes that disagree or have a 0; ids past
-            int32; a scale that is not finite; a text without ids beside rows that have them; replicated keys with
-            `text` or `causal`.
+        ValueError: for an axis that is missing, not manual, or given twice; rows, ids or text divided over an
+            explicit axis that is not manual; shapes that disagree or have a 0; ids past int32; a scale that is not
+            finite; a text without ids beside rows that have them; replicated keys with `text` or `causal`.
         NotImplementedError: for a second derivative.
 
     Reference: Liu et al., Ring Attention with Blockwise Transformers, 2023. Here the gradient's first and last
     transfers hide under the two halves of the device's own block.
     """
-    name = "ring_attention"
-    axes = {"axis_name": axis_name}
     inputs = check_inputs(
-        name,
-        axes,
+        "ring_attention",
+        {"axis_name": axis_name},
         (q, k, v),
         segment_ids=segment_ids,
         causal=causal,
         text=text,
         keys_replicated=keys_replicated,
         scale=scale,
+        block_attention=block_attention,
     )
-    block = block_or_default(name, block_attention)
     if inputs.keys_replicated:
-        return attend_replicated(name, inputs, block)
-    torus = Torus((), axis_name, block, inputs.scale, inputs.causal)
+        return attend_replicated(inputs)
+    torus = Torus((), axis_name, inputs.block, inputs.scale, inputs.causal)
     kv = jnp.stack([inputs.k, inputs.v])
     if not inputs.text_length or inputs.text is None:
         rows = Rows(inputs.q, kv)
@@ -122,13 +120,23 @@ def attend(torus: Torus, rows: Rows, ids: Ids) -> Outputs:
         )
         if ids.text is not None and q_ids is not None and kv_ids is not None:
             q_ids, kv_ids = (jnp.concatenate([ids.text, x], axis=1) for x in (q_ids, kv_ids))
-    places = [jnp.arange(x.shape[1], dtype=jnp.int32) if torus.causal else None for x in (q, k)]
-    mask = BlockMask(q_ids, kv_ids, *places)
+    mask = _local_mask(q_ids, kv_ids, (q.shape[1], k.shape[1]), is_causal=torus.causal)
     out = local_attention(q, k, v, mask, scale=torus.scale, block_attention=torus.block)
     return Outputs(out[:, length:], out[:, :length] if length else None)
 
 
-def attend_replicated(name: str, inputs: Inputs, block: BlockAttention) -> Array:
+def _local_mask(
+    q_ids: Array | None, kv_ids: Array | None, lengths: tuple[int, int], *, is_causal: bool
+) -> BlockMask:
+    if not is_causal:
+        return BlockMask(q_ids, kv_ids)
+    if lengths[0] == lengths[1]:
+        return diagonal_mask(q_ids, kv_ids, lengths[0])
+    q_places, kv_places = (jnp.arange(length, dtype=jnp.int32) for length in lengths)
+    return BlockMask(q_ids, kv_ids, q_places, kv_places)
+
+
+def attend_replicated(inputs: Inputs) -> Array:
     """Attention to keys that every device has: local, whatever the algorithm.
 
     Raises:
@@ -136,8 +144,10 @@ def attend_replicated(name: str, inputs: Inputs, block: BlockAttention) -> Array
     """
     if inputs.causal or inputs.text is not None:
         raise ValueError(
-            f"{name}: replicated keys are those of cross-attention; got causal={inputs.causal},"
+            f"{inputs.name}: replicated keys are those of cross-attention; got causal={inputs.causal},"
             f" text={'no' if inputs.text is None else 'yes'}. Join the text to k and v, or shard k and v."
         )
     mask = BlockMask(inputs.q_ids, inputs.kv_ids)
-    return local_attention(inputs.q, inputs.k, inputs.v, mask, scale=inputs.scale, block_attention=block)
+    return local_attention(
+        inputs.q, inputs.k, inputs.v, mask, scale=inputs.scale, block_attention=inputs.block
+    )

@@ -46,14 +46,17 @@ class Inputs(NamedTuple):
     """Checked arguments.
 
     Attributes:
+        name: of the function that was called.
         q, k, v: as given.
         q_ids, kv_ids: segment ids, both or neither; int32.
         text: as given, with ids where there are any.
         causal, keys_replicated: Python's.
         scale: a Python number.
+        block: that was given, or that of the platform.
         axes: mesh axes that share a sequence.
     """
 
+    name: str
     q: Array
     k: Array
     v: Array
@@ -63,6 +66,7 @@ class Inputs(NamedTuple):
     causal: bool
     keys_replicated: bool
     scale: float
+    block: BlockAttention
     axes: tuple[Any, ...]
 
     @property
@@ -96,6 +100,7 @@ def check_inputs(
     text: Any,
     keys_replicated: Any,
     scale: Any,
+    block_attention: Any,
 ) -> Inputs:
     """The arguments of function `name`, checked, and the axes that share a sequence.
 
@@ -104,8 +109,8 @@ def check_inputs(
 
     Raises:
         TypeError: for rows that are no arrays of floating point numbers or of several dtypes, ids that are no signed
-            integers of at most 32 bits, a text that is no `ReplicatedText`, flags that are traced or no bool, or a
-            scale that is traced or no number.
+            integers of at most 32 bits, a text that is no `ReplicatedText`, flags that are traced or no bool, a scale
+            that is traced or no number, or a block attention that is none.
         ValueError: if shapes disagree or have a 0; for ids past int32, a scale that is not finite, a text without ids
             beside a sequence that has them; for axes that are missing, not manual, or given twice; and for arrays that
             are divided over an explicit mesh axis.
@@ -125,8 +130,20 @@ def check_inputs(
     together = varying_axes(q, k, v, q_ids, kv_ids, text) | set(names)
     mark = partial(as_varying, axes=together)
     q, k, v, q_ids, kv_ids, text = jax.tree.map(mark, (q, k, v, q_ids, kv_ids, text))
-    flags = flag(name, "causal", causal), flag(name, "keys_replicated", keys_replicated)
-    return Inputs(q, k, v, q_ids, kv_ids, text, *flags, static_scale(name, scale, q.shape[-1]), names)
+    return Inputs(
+        name,
+        q,
+        k,
+        v,
+        q_ids,
+        kv_ids,
+        text,
+        causal=flag(name, "causal", causal),
+        keys_replicated=flag(name, "keys_replicated", keys_replicated),
+        scale=static_scale(name, scale, q.shape[-1]),
+        block=_block_or_default(name, block_attention),
+        axes=names,
+    )
 
 
 def check_axes(name: str, axes: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -270,12 +287,7 @@ def _check_text(name: str, text: Any, q: Array, k: Array, *, has_ids: bool) -> R
     return text._replace(segment_ids=jnp.zeros(text.q.shape[:2], jnp.int32) if has_ids else None)
 
 
-def block_or_default(name: str, block: Any) -> BlockAttention:
-    """The block attention that was given, or that of the platform.
-
-    Raises:
-        TypeError: if it is no `BlockAttention`.
-    """
+def _block_or_default(name: str, block: Any) -> BlockAttention:
     if block is None:
         return PlatformBlockAttention()
     check_block(name, "block_attention", block)

@@ -5,7 +5,7 @@ from jaxtyping import Array, Float
 from parallel._block_attention import BlockAttention
 from parallel._routes import AxisName
 from parallel._sequence_inputs import JointOutput, ReplicatedText, SegmentIds, check_inputs
-from parallel._ulysses_attention import Axes, attend_by_heads, check_options
+from parallel._ulysses_attention import Axes, attend_by_heads
 
 
 def torus_attention(
@@ -45,7 +45,7 @@ def torus_attention(
         ulysses_axis, ring_axis: mesh axes, or tuples of axes, inside a machine; () for none.
         causal: as `ring_attention`; the sequence is in the order of (machine_axis, ring_axis, ulysses_axis), as in
             `PartitionSpec(None, (machine_axis, ring_axis, ulysses_axis))`. Without it any order will do. Machines skip
-            pairs of parts that it hides, all as many; around a ring, only some of them in the forward pass.
+            pairs of parts that it hides, all as many.
 
     Returns:
         Output of this device's rows in their dtype; with `text` a `JointOutput`.
@@ -55,17 +55,15 @@ def torus_attention(
 
     Reference: SwiftFusion (arXiv 2601.20273). Here as collectives of XLA, with a gradient.
     """
-    name = "torus_attention"
-    axes = {"machine_axis": machine_axis, "ulysses_axis": ulysses_axis, "ring_axis": ring_axis}
     inputs = check_inputs(
-        name,
-        axes,
+        "torus_attention",
+        {"machine_axis": machine_axis, "ulysses_axis": ulysses_axis, "ring_axis": ring_axis},
         (q, k, v),
         segment_ids=segment_ids,
         causal=causal,
         text=text,
         keys_replicated=keys_replicated,
         scale=scale,
+        block_attention=block_attention,
     )
-    options = check_options(name, block_attention)
-    return attend_by_heads(inputs, options, Axes(machine_axis, ulysses_axis, ring_axis))
+    return attend_by_heads(inputs, Axes(machine_axis, ulysses_axis, ring_axis))

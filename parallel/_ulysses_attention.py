@@ -18,7 +18,6 @@ from parallel._sequence_inputs import (
     JointOutput,
     ReplicatedText,
     SegmentIds,
-    block_or_default,
     check_inputs,
 )
 from parallel._torus_parts import Ids, Rows, Torus
@@ -65,9 +64,8 @@ def ulysses_attention(
 
     Reference: Jacobs et al., DeepSpeed Ulysses, 2023. Here any number of heads, and text.
     """
-    name = "ulysses_attention"
     inputs = check_inputs(
-        name,
+        "ulysses_attention",
         {"axis_name": axis_name},
         (q, k, v),
         segment_ids=segment_ids,
@@ -75,9 +73,9 @@ def ulysses_attention(
         text=text,
         keys_replicated=keys_replicated,
         scale=scale,
+        block_attention=block_attention,
     )
-    options = check_options(name, block_attention, head_groups)
-    return attend_by_heads(inputs, options, Axes(ulysses=axis_name))
+    return attend_by_heads(inputs, Axes(ulysses=axis_name), head_groups)
 
 
 def usp_attention(
@@ -119,9 +117,8 @@ def usp_attention(
 
     Reference: Fang and Zhao, USP: A Unified Sequence Parallelism Approach, 2024.
     """
-    name = "usp_attention"
     inputs = check_inputs(
-        name,
+        "usp_attention",
         {"ulysses_axis": ulysses_axis, "ring_axis": ring_axis},
         (q, k, v),
         segment_ids=segment_ids,
@@ -129,30 +126,9 @@ def usp_attention(
         text=text,
         keys_replicated=keys_replicated,
         scale=scale,
+        block_attention=block_attention,
     )
-    options = check_options(name, block_attention, head_groups)
-    return attend_by_heads(inputs, options, Axes(ulysses=ulysses_axis, ring=ring_axis))
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Of a call of function `name`, checked."""
-
-    name: str
-    head_groups: int
-    block: BlockAttention
-
-
-def check_options(name: str, block_attention: Any, head_groups: Any = 1) -> Options:
-    """The options of function `name`.
-
-    Raises:
-        TypeError: for head groups that are no integer, or a block attention that is none.
-        ValueError: for head groups under 1.
-    """
-    block = block_or_default(name, block_attention)
-    advice = "1 exchanges all heads at once."
-    return Options(name, integer(name, "head_groups", head_groups, least=1, advice=advice), block)
+    return attend_by_heads(inputs, Axes(ulysses=ulysses_axis, ring=ring_axis), head_groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,21 +149,22 @@ class Axes:
         )
 
 
-def attend_by_heads(inputs: Inputs, options: Options, axes: Axes) -> Array | JointOutput:
+def attend_by_heads(inputs: Inputs, axes: Axes, head_groups: Any = 1) -> Array | JointOutput:
     """Ulysses over its axis, and inside it what the other axes do: pulls and pushes, and a ring.
 
     Raises:
-        ValueError: for replicated keys with text or a causal mask, and head groups that are too many.
+        TypeError: for head groups that are no integer.
+        ValueError: for replicated keys with text or a causal mask, and head groups that are too many, or none.
     """
     split = HeadSplit(inputs.q.shape[2], inputs.k.shape[2], lax.axis_size(axes.heads))
-    _check_groups(options, split)
+    head_groups = _checked_groups(inputs.name, head_groups, split)
     if inputs.keys_replicated:
-        return attend_replicated(options.name, inputs, options.block)
-    torus = Torus(axes.machine, axes.ring, options.block, inputs.scale, inputs.causal)
+        return attend_replicated(inputs)
+    torus = Torus(axes.machine, axes.ring, inputs.block, inputs.scale, inputs.causal)
     ids = ids_of(inputs)
     ids = Ids(all_rows(ids.q, axes.ulysses), all_rows(ids.kv, axes.ulysses), ids.text)
     rows = _spread_rows(inputs, split, axes.heads)
-    out, text_out = _in_groups(torus, rows, ids, split.cut(options.head_groups), axes)
+    out, text_out = _in_groups(torus, rows, ids, split.cut(head_groups), axes)
     if text_out is not None:
         text_out = all_heads(text_out, axes.heads)[:, :, : split.heads]
     return inputs.result(out[:, :, : split.heads], text_out)
@@ -245,9 +222,12 @@ def _of_group(rows: Rows, group: tuple[slice, slice], size: int) -> tuple[Array,
     return take(rows.q, group[0]), take(rows.kv, group[1])
 
 
-def _check_groups(options: Options, split: HeadSplit) -> None:
-    if options.head_groups > split.kv_loc:
+def _checked_groups(name: str, head_groups: Any, split: HeadSplit) -> int:
+    advice = "1 exchanges all heads at once."
+    head_groups = integer(name, "head_groups", head_groups, least=1, advice=advice)
+    if head_groups > split.kv_loc:
         raise ValueError(
-            f"{options.name}: head_groups is 1 to the key heads of a device; got head_groups={options.head_groups},"
-            f" {split.kv_loc} key heads a device ({split.kv_heads} over {split.degree}). Use fewer groups."
+            f"{name}: head_groups is 1 to the key heads of a device; got head_groups={head_groups}, {split.kv_loc} key"
+            f" heads a device ({split.kv_heads} over {split.degree}). Use fewer groups."
         )
+    return head_groups
