@@ -12,7 +12,8 @@ _CALL_S = 1e-3
 def emulated_hardware(machines: Machines, sizes: Sizes, rate_mbit: float) -> SequenceHardware:
     """The emulated machines for the planner: links of a known rate, two-sided; compute as measured apart.
 
-    XLA on CPU runs collectives and compute in turn, so ring steps do not hide; the planner still hides Torus' pulls.
+    XLA on CPU runs collectives and compute in turn, so ring steps do not hide; the planner still hides Torus' pulls,
+    whatever goes round inside machines meanwhile.
     """
     devices = machines.topology.devices_per_machine
     flops_per_s = sizes.attention_flops / machines.topology.num_devices / machines.compute_s
@@ -30,6 +31,7 @@ def emulated_hardware(machines: Machines, sizes: Sizes, rate_mbit: float) -> Seq
         tile_rows=1,
         one_sided=False,
         ring_overlaps=False,
+        transfers_under_way=2,
         element_bytes=4,
     )
 

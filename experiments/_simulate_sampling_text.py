@@ -54,11 +54,12 @@ def _plans_table(plans: list[Mapping[str, Any]]) -> str:
         [
             plan["gpu"],
             plan["workload"],
-            "NCCL or puts" if plan["puts_and_gets"] else "NCCL",
+            _runtime(plan),
             plan["algorithm"] + (", puts" if plan["one_sided"] else ""),
             _degrees(plan["mesh"], "ulysses"),
             _degrees(plan["mesh"], "ring"),
             str(plan["head_groups"]),
+            "any" if plan["one_sided"] else str(plan["transfers_under_way"]),
             f"{plan['usp_layer_s'] * 1e3:.2f}",
             f"{plan['layer_s'] * 1e3:.2f}",
             f"{plan['step_s']:.3f}",
@@ -66,8 +67,13 @@ def _plans_table(plans: list[Mapping[str, Any]]) -> str:
         ]
         for plan in plans
     ]
-    header = ("GPU", "workload", "may use", "algorithm", "Ulysses", "ring", "head groups")
+    header = ("GPU", "workload", "may use", "algorithm", "Ulysses", "ring", "head groups", "under way")
     return table((*header, "USP layer, ms", "layer, ms", "step, s", "speed-up"), rows)
+
+
+def _runtime(row: Mapping[str, Any]) -> str:
+    """What transfers the planner may use, and how many of NCCL's may be under way at a time."""
+    return f"NCCL, {row['most_under_way']} under way" + (", or puts" if row["puts_and_gets"] else "")
 
 
 def _degrees(mesh: Mapping[str, int], kind: str) -> str:
@@ -79,7 +85,7 @@ def _summary_table(summary: list[Mapping[str, Any]]) -> str:
         [
             row["gpu"],
             ", ".join(map(str, row["machines"])),
-            "NCCL or puts" if row["puts_and_gets"] else "NCCL",
+            _runtime(row),
             f"{row['mean']:.2f}",
             f"{row['max']:.2f}",
         ]
@@ -89,6 +95,8 @@ def _summary_table(summary: list[Mapping[str, Any]]) -> str:
 
 
 _NOTES = """*TAS*: Ulysses across machines first, ring inside. Degrees are machines x devices of each. *head groups*:
-    pieces that Ulysses is cut into, so that one's exchange runs under another's attention. *puts*: one-sided puts and
-    gets instead of NCCL's calls. *step*: the layers alone, one branch of guidance. All is modelled, with one set of
-    constants for a GPU (`--json` has them); nothing is fitted to a row, and USP is given NCCL."""
+    pieces that Ulysses is cut into, so that one's exchange runs under another's attention. *under way*: transfers at a
+    time; XLA's default is 1, more is an option of its compiler (`plan.compiler_options`), and the published systems,
+    whose table is the first, have a stream for transfers between machines and one for those inside. *puts*: one-sided
+    puts and gets instead of NCCL's calls. *step*: the layers alone, one branch of guidance. All is modelled, with one
+    set of constants for a GPU (`--json` has them); nothing is fitted to a row, and USP is given NCCL."""

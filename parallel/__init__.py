@@ -43,6 +43,7 @@ from parallel._pallas_attention import PallasKernel as PallasKernel
 from parallel._ring_attention import ring_attention as ring_attention
 from parallel._routes import Route as Route
 from parallel._routes import expand_route as expand_route
+from parallel._sequence_attention import sequence_attention as sequence_attention
 from parallel._sequence_inputs import JointOutput as JointOutput
 from parallel._sequence_inputs import ReplicatedText as ReplicatedText
 from parallel._sequence_mesh import RING_AXES as RING_AXES
@@ -109,6 +110,7 @@ __all__ = [
     "packed_attention",
     "pad_sequence",
     "ring_attention",
+    "sequence_attention",
     "sequence_mesh",
     "shard_axis",
     "sharded_layer_scan",

@@ -3,8 +3,10 @@
 Machines are cut into ulysses_across x ring_across, the devices of each into ulysses_inside x ring_inside, and what is
 left of both is the data axis:
 
-    usp_attention(..., ulysses_axis=ULYSSES_AXES, ring_axis=RING_AXES)            # either placement
+    usp_attention(..., ulysses_axis=ULYSSES_AXES, ring_axis=RING_AXES)            # any placement
     torus_attention(..., machine_axis=ULYSSES_AXES[0], ulysses_axis=ULYSSES_AXES[1], ring_axis=RING_AXES[1])
+
+`sequence_attention` fills these axes in.
 """
 
 import math
@@ -42,19 +44,20 @@ def sequence_mesh(
     *,
     ulysses_degree: int,
     ring_degree: int = 1,
-    placement: Placement = Placement.ULYSSES_INSIDE,
+    placement: Placement | tuple[int, int] = Placement.ULYSSES_INSIDE,
     devices_per_machine: int | None = None,
 ) -> Mesh:
     """A (data, ulysses_across, ring_across, ulysses_inside, ring_inside) mesh; axes may have size 1.
 
     A sequence takes ulysses_degree x ring_degree devices. Several sequences (the data axis) are apart: on different
-    machines where these can be divided among them.
+    machines where these can be divided among them, unless the placement says how many machines a sequence spans.
 
     Args:
         devices: devices to use, ordered by machine and id here; all by default.
         ulysses_degree: devices that exchange heads for sequence.
         ring_degree: devices that pass keys on.
-        placement: which of the two crosses machines.
+        placement: which of the two crosses machines; or how many machines each spans, as (Ulysses, ring), whose
+            product is the machines of a sequence.
         devices_per_machine: of each machine, as in `solver.Topology`, where what JAX knows does not say it. By default
             a machine is the devices of one slice index if all devices have one, else of one process.
 
@@ -63,10 +66,11 @@ def sequence_mesh(
         causal `usp_attention`, and for a causal `torus_attention` over (ULYSSES_AXES[0], *RING_AXES, ULYSSES_AXES[1]).
 
     Raises:
-        TypeError: if a degree or `devices_per_machine` is no integer, the placement none, or devices are no sequence of
-            devices.
-        ValueError: if there are no devices, one is given twice, machines have different numbers of devices, or
-            `devices_per_machine` or the degrees do not divide the devices.
+        TypeError: if a degree or `devices_per_machine` is no integer, the placement none and no pair of integers, or
+            devices are no sequence of devices.
+        ValueError: if there are no devices, one is given twice, machines have different numbers of devices,
+            `devices_per_machine` or the degrees do not divide the devices, or machines that Ulysses and the ring are to
+            span do not divide their degrees and the machines.
 
     Example:
         >>> import jax
@@ -75,14 +79,17 @@ def sequence_mesh(
         ('data', 'ulysses_across', 'ring_across', 'ulysses_inside', 'ring_inside')
     """
     devices = device_list("sequence_mesh", devices)
-    _check_arguments(devices, ulysses_degree, ring_degree, placement)
+    _check_degrees(devices, ulysses_degree, ring_degree)
     if devices_per_machine is not None:
         advice = "Give the devices of one machine."
         devices_per_machine = integer(
             "sequence_mesh", "devices_per_machine", devices_per_machine, advice=advice
         )
     grid = _by_machine(devices, devices_per_machine)
-    sizes = _sizes(grid.shape, ulysses_degree, ring_degree, placement)
+    if isinstance(placement, Placement):
+        sizes = _sizes(grid.shape, ulysses_degree, ring_degree, placement)
+    else:
+        sizes = _sizes_across(grid.shape, ulysses_degree, ring_degree, _checked_machines(placement))
     across = sizes.data_across, sizes.ulysses_across, sizes.ring_across
     inside = sizes.data_inside, sizes.ulysses_inside, sizes.ring_inside
     # Data outermost, then across machines, then inside.
@@ -128,6 +135,32 @@ def _sizes(shape: tuple[int, ...], ulysses: int, ring: int, placement: Placement
     )
 
 
+def _sizes_across(shape: tuple[int, ...], ulysses: int, ring: int, across: tuple[int, int]) -> _Sizes:
+    """The same for so many machines of Ulysses and of the ring; the data takes what is left of either.
+
+    Raises:
+        ValueError: if something does not divide.
+    """
+    (machines, inside), (ulysses_across, ring_across) = shape, across
+    ulysses_inside, ring_inside = ulysses // ulysses_across, ring // ring_across
+    whole = ulysses_across * ulysses_inside == ulysses and ring_across * ring_inside == ring
+    if not whole or machines % (ulysses_across * ring_across) or inside % (ulysses_inside * ring_inside):
+        raise ValueError(
+            "sequence_mesh: machines that Ulysses and the ring span divide their degrees, their product the machines,"
+            f" and what is left of the degrees the devices of a machine; got placement={across},"
+            f" ulysses_degree={ulysses}, ring_degree={ring}, {machines} machines of {inside} devices. Give others, or a"
+            " Placement, which finds them."
+        )
+    return _Sizes(
+        data_across=machines // (ulysses_across * ring_across),
+        data_inside=inside // (ulysses_inside * ring_inside),
+        ulysses_across=ulysses_across,
+        ulysses_inside=ulysses_inside,
+        ring_across=ring_across,
+        ring_inside=ring_inside,
+    )
+
+
 def _by_machine(devices: list[Any], devices_per_machine: int | None) -> np.ndarray:
     """Devices as (machines, devices of each)."""
     known = all(getattr(device, "slice_index", None) is not None for device in devices)
@@ -151,12 +184,27 @@ def _by_machine(devices: list[Any], devices_per_machine: int | None) -> np.ndarr
     return np.array(ordered, dtype=object).reshape(-1, devices_per_machine)
 
 
-def _check_arguments(devices: list[Any], ulysses: Any, ring: Any, placement: Any) -> None:
-    if not isinstance(placement, Placement):
+def _checked_machines(placement: Any) -> tuple[int, int]:
+    """A placement by machines.
+
+    Raises:
+        TypeError: if it is none.
+        ValueError: for less than one machine.
+    """
+    if not isinstance(placement, tuple) or len(placement) != 2:
         raise TypeError(
-            f"sequence_mesh: placement is a Placement; got {kind(placement)}. Give Placement.ULYSSES_INSIDE or"
-            " Placement.ULYSSES_ACROSS."
+            "sequence_mesh: placement is a Placement, or machines that Ulysses and the ring span; got"
+            f" {kind(placement)}. Give Placement.ULYSSES_INSIDE, Placement.ULYSSES_ACROSS, or a tuple of two integers."
         )
+    names = "machines that Ulysses spans", "machines that the ring spans"
+    ulysses, ring = (
+        integer("sequence_mesh", name, machines, least=1, advice="1 stays inside a machine.")
+        for name, machines in zip(names, placement, strict=True)
+    )
+    return ulysses, ring
+
+
+def _check_degrees(devices: list[Any], ulysses: Any, ring: Any) -> None:
     for name, degree in (("ulysses_degree", ulysses), ("ring_degree", ring)):
         integer("sequence_mesh", name, degree, advice="Use 1 for none.")
     if ulysses < 1 or ring < 1 or len(devices) % (ulysses * ring):

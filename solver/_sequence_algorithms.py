@@ -1,8 +1,11 @@
 """Timelines of a layer: Ulysses and ring in one exchange, in groups of heads, and Torus attention."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 from solver._sequence_hardware import SequenceHardware
 from solver._sequence_layer import OTHER_FLOPS, QKV_FLOPS, Layer, Piece, SequenceMesh, SequenceShape
-from solver._sequence_timeline import TimelineBuilder, TimelineEvent
+from solver._sequence_timeline import TimelineBuilder, TimelineEvent, Transfer
 from solver._topology import Topology
 
 
@@ -15,18 +18,23 @@ def mesh_timeline(layer: Layer, head_groups: int = 1) -> tuple[TimelineEvent, ..
     sizes = _group_sizes(layer.heads, head_groups)
     before = layer.linear("q, k, v", QKV_FLOPS)
     begun = [before, *layer.barrier("begin", [before])]
-    there: list[list[int]] = []
-    for index, heads in enumerate(sizes):
-        tensors = 3 * _exchanged(layer, heads)
-        there.append(layer.exchange(f"Ulysses: q, k, v{_of(index, sizes)}", tensors, begun))
-    ended: list[int] = []
-    back: list[list[int]] = []
+
+    def there(index: int) -> Transfer:
+        name = f"Ulysses: q, k, v{_of(index, sizes)}"
+        return layer.exchange(name, 3 * _exchanged(layer, sizes[index]), begun)
+
+    def back(index: int, last: int) -> Transfer:
+        return layer.exchange(f"Ulysses: o{_of(index, sizes)}", _exchanged(layer, sizes[index]), [last])
+
+    arrived, last, ended = there(0), before, []
     for index, heads in enumerate(sizes):
         piece = Piece(f"attention{_of(index, sizes)}", layer.rows, layer.rows, heads)
-        beside = [*(there[index + 1] if index + 1 < len(sizes) else ()), *(back[-1] if back else ())]
-        last = layer.ring(piece, [*begun, *there[index]], beside)
-        back.append(layer.exchange(f"Ulysses: o{_of(index, sizes)}", _exchanged(layer, heads), [last]))
-        ended += [last, *back[-1]]
+        ahead = [partial(there, index + 1)] if index + 1 < len(sizes) else []
+        behind = [partial(back, index - 1, last)] if index else []
+        last, moved = layer.ring(piece, [*begun, *arrived], ahead + behind)
+        arrived = moved[0] if ahead else ()
+        ended += [last, *(moved[-1] if behind else ())]
+    ended += back(len(sizes) - 1, last)
     layer.linear("other linear layers", OTHER_FLOPS, [*ended, *layer.barrier("end", ended)])
     return tuple(layer.timeline.events)
 
@@ -48,8 +56,8 @@ def torus_timeline(layer: Layer) -> tuple[TimelineEvent, ...]:
     """Torus attention over all machines of the mesh, whose rings lie inside them.
 
     Machine t's own parts never move. It pulls the queries of the others, attending each to its own keys, then their
-    keys, to which all queries attend, and pushes outputs while it finishes its own. What is pulled first goes through
-    the rest of the Ulysses degree, and keys go round the ring inside the machine at each attention.
+    keys, to which all queries attend, and pushes outputs while it finishes its own. Keys go round the ring inside the
+    machine at each attention. The rest of the Ulysses degree exchanges before the first pull and after the last push.
     """
     before = layer.linear("q, k, v", QKV_FLOPS)
     torus = _Torus(layer, before)
@@ -66,49 +74,47 @@ class _Torus:
         self.layer = layer
         self.machines = layer.mesh.ulysses_across
         self.part_rows = layer.tokens * layer.mesh.ulysses_inside
-        self.part_bytes = _exchanged(layer, layer.heads) / self.machines
-        # Attention so far, ended last; puts and gets wait for all devices to have begun the layer.
-        self.attended = before
-        self.begun = [before, *layer.barrier("begin", [before])]
-        self.here = [*self.begun, *layer.scatter("own q, k, v", 3 * self.part_bytes, self.begun)]
+        self.all_bytes = _exchanged(layer, layer.heads)
+        begun = [before, *layer.barrier("begin", [before])]
+        self.begun = [*begun, *layer.scatter("Ulysses inside: q, k, v", 3 * self.all_bytes, begun)]
+        # What the next attention waits for; attention so far, ended last.
+        self.here, self.attended = self.begun, before
 
-    def _pull(self, name: str, tensors: int, *, spare: bool) -> list[int]:
+    def _move(self, name: str, parts: int, peers: int, after: list[int]) -> Transfer:
+        return self.layer.transfer("across", name, parts * self.all_bytes / self.machines, peers, after)
+
+    def _pull(self, name: str, tensors: int, *, spare: bool) -> Callable[[], Transfer]:
         """Two-sided pulls start with the attention they run under; a get only waits for a free buffer."""
         after = self.begun if self.layer.one_sided and not spare else [*self.begun, self.attended]
-        return self.layer.transfer("across", name, tensors * self.part_bytes, 1, after)
+        return partial(self._move, f"pull {name}", tensors, 1, after)
 
-    def _attend(self, name: str, parts: int, beside: list[int], *, merges: bool) -> None:
-        piece = Piece(name, parts * self.part_rows, self.part_rows, self.layer.heads, merges)
-        self.attended = self.layer.ring(piece, self.here, beside)
+    def _attend(
+        self, name: str, parts: int, beside: Sequence[Callable[[], Transfer]], *, merges: bool
+    ) -> list[int]:
+        """Returns what is moved beside it."""
+        piece = Piece(f"attention: {name}", parts * self.part_rows, self.part_rows, self.layer.heads, merges)
+        self.attended, moved = self.layer.ring(piece, self.here, beside)
+        return [number for transfer in moved for number in transfer]
 
     def pull_queries(self) -> None:
         for k in range(self.machines):
             last = k == self.machines - 1
             name, tensors = ("k, v of machine +1", 2) if last else (f"q of machine +{k + 1}", 1)
-            pulled = self._pull(f"pull {name}", tensors, spare=False)
-            self._attend(f"attention: q +{k} to own k, v", 1, pulled, merges=False)
-            self.here = [*pulled, *self.layer.scatter(f"scatter {name}", tensors * self.part_bytes, pulled)]
+            pull = self._pull(name, tensors, spare=False)
+            self.here = self._attend(f"q +{k} to own k, v", 1, [pull], merges=False)
 
     def pull_keys(self) -> None:
-        for k in range(1, self.machines):
-            last = k == self.machines - 1
-            name, pulled = f"k, v of machine +{k + 1}", []
-            if not last:
-                pulled = self._pull(f"pull {name}", 2, spare=True)
-            parts = self.machines - 1 if last else self.machines
-            self._attend(f"attention: all q to k, v +{k}", parts, pulled, merges=True)
-            if not last:
-                self.here = [*pulled, *self.layer.scatter(f"scatter {name}", 2 * self.part_bytes, pulled)]
+        for k in range(1, self.machines - 1):
+            pull = self._pull(f"k, v of machine +{k + 1}", 2, spare=True)
+            self.here = self._attend(f"all q to k, v +{k}", self.machines, [pull], merges=True)
+        self._attend(f"all q but own to k, v +{self.machines - 1}", self.machines - 1, [], merges=True)
 
     def push_outputs(self) -> list[int]:
         layer, others = self.layer, self.machines - 1
-        final = [self.attended]
-        gathered = layer.scatter("gather o", others * self.part_bytes, final)
-        sent_bytes = others * self.part_bytes
-        pushed = layer.transfer("across", "push o", sent_bytes, others, [*final, *gathered])
-        self._attend("attention: own q to the last k, v", 1, pushed, merges=True)
-        own = layer.scatter("gather own o", self.part_bytes, [self.attended])
-        ended = [self.attended, *pushed, *own]
+        push = partial(self._move, "push o", others, others, [self.attended])
+        pushed = self._attend("own q to the last k, v", 1, [push], merges=True)
+        ended = [self.attended, *pushed]
+        ended += layer.scatter("Ulysses inside: o", self.all_bytes, ended)
         return [*ended, *layer.barrier("end", ended)]
 
 
@@ -121,7 +127,11 @@ def layer_timeline(
     head_groups: int | None = 1,
     one_sided: bool = False,
 ) -> tuple[TimelineEvent, ...]:
-    """Events of a layer; `head_groups` None is Torus attention."""
-    timeline = TimelineBuilder(taken=0.0 if one_sided else hardware.taken)
+    """Events of a layer; `head_groups` None is Torus attention.
+
+    As many two-sided transfers are under way at a time as the hardware has `transfers_under_way`, of puts and gets any
+    number.
+    """
+    timeline = TimelineBuilder(None if one_sided else hardware.transfers_under_way)
     layer = Layer(topology, shape, mesh, hardware, one_sided, timeline)
     return torus_timeline(layer) if head_groups is None else mesh_timeline(layer, head_groups)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 from solver._check import integer, number
 
+_MOST_UNDER_WAY = 8
 _ADVICE = "Give what the data sheet or a measurement says."
 
 
@@ -65,6 +66,8 @@ class SequenceHardware:
         inside, across: links between devices of a machine, and between machines.
         one_sided: whether puts and gets are at hand.
         ring_overlaps: whether two-sided ring steps run under attention, and not after it.
+        transfers_under_way: how many two-sided transfers of a program may be under way at a time. XLA's GPU compiler
+            has one, unless an option of it says more; a program that gives transfers streams of their own, more.
         element_bytes: of an element of q, k, v and o.
 
     Raises:
@@ -85,10 +88,19 @@ class SequenceHardware:
     launch_s: float = 5e-6
     one_sided: bool = False
     ring_overlaps: bool = True
+    transfers_under_way: int = 1
     element_bytes: int = 2
 
     def __post_init__(self) -> None:
-        links = ("inside", "across", "one_sided", "ring_overlaps")
+        most = integer(
+            "SequenceHardware",
+            "transfers_under_way",
+            self.transfers_under_way,
+            most=_MOST_UNDER_WAY,
+            advice="XLA's default is 1.",
+        )
+        object.__setattr__(self, "transfers_under_way", most)
+        links = ("inside", "across", "one_sided", "ring_overlaps", "transfers_under_way")
         names = tuple(f.name for f in fields(self) if f.name not in links)
         _check_positive(self, tuple(name for name in names if name not in _MAY_BE_ZERO))
         _check_shares(self, ("linear", "attention"))

@@ -6,11 +6,11 @@ l d^2), attention, the other linear layers. Every algorithm is a list of events 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from solver._sequence_hardware import Link, SequenceHardware
-from solver._sequence_timeline import Lane, TimelineBuilder
+from solver._sequence_timeline import Lane, TimelineBuilder, Transfer, TransferPart
 from solver._topology import Topology
 
 QKV_FLOPS, OTHER_FLOPS = 6, 18  # of l d^2
@@ -122,19 +122,33 @@ class Layer:
         flops_loc = float(flops) * self.shape.batch * self.tokens * width**2
         return self.timeline.add("compute", name, self.hardware.linear_seconds(flops_loc), after)
 
-    def attend(self, piece: Piece, after: Iterable[int], beside: Iterable[int] = ()) -> int:
-        """Attention of a piece, slower where transfers run beside it."""
+    def _attend(self, piece: Piece, after: Iterable[int], shared_s: float) -> tuple[int, float]:
+        """Attention of a piece, slower by up to `shared_s`, which transfers take from it; its number, and how much."""
         hardware, heads = self.hardware, self.shape.batch * piece.heads
         head_dim = self.shape.head_dim
         seconds = hardware.attention_seconds(piece.queries, piece.keys, heads, head_dim)
         if piece.merges:
             seconds += hardware.merge_seconds(piece.queries * heads * head_dim)
-        return self.timeline.add("compute", piece.name, self.timeline.beside(seconds, beside), after)
+        slower_s = min(shared_s, seconds / (1 - self._taken) - seconds)
+        return self.timeline.add("compute", piece.name, seconds + slower_s, after), slower_s
+
+    @property
+    def _taken(self) -> float:
+        """Share of the processors that a transfer takes."""
+        return 0.0 if self.one_sided else self.hardware.taken
+
+    def _taken_s(self, transfer: Transfer) -> float:
+        """Seconds of all processors that a transfer takes from attention, if it is under way beside some."""
+        return self._taken * self.timeline.transfer_s(transfer) * (transfer in self.timeline.under_way)
 
     def transfer(
-        self, lane: Lane, name: str, sent_bytes: float, peers: int, after: Iterable[int], senders: int = 0
-    ) -> list[int]:
-        """A transfer to so many peers; none where nothing is sent. `senders` of a machine's devices take part."""
+        self, lane: Lane, name: str, sent_bytes: float, peers: int, after: Iterable[int]
+    ) -> Transfer:
+        """A transfer on one lane to so many peers; none where nothing is sent."""
+        return self.timeline.transfer(name, self._part(lane, sent_bytes, peers), after)
+
+    def _part(self, lane: Lane, sent_bytes: float, peers: int, senders: int = 0) -> list[TransferPart]:
+        """What a transfer does on a lane, if anything. `senders` of a machine's devices take part; 0 for all."""
         if not peers or not sent_bytes:
             return []
         link = self.hardware.inside if lane == "inside" else self.hardware.across
@@ -142,7 +156,7 @@ class Layer:
         waiting = link.one_sided_s if self.one_sided else link.two_sided_s
         rate = link.bytes_per_s * self._share(link, peers)
         seconds = waiting + peers * link.message_s + sharing * sent_bytes / rate
-        return [self.timeline.add(lane, name, seconds, after, sent_bytes)]
+        return [TransferPart(lane, seconds, sent_bytes)]
 
     def _share(self, link: Link, peers: int) -> float:
         if self.one_sided:
@@ -158,46 +172,67 @@ class Layer:
         link = self.hardware.inside if alone else self.hardware.across
         return [self.timeline.add(lane, f"barrier: {name}", link.one_sided_s, after)]
 
-    def exchange(self, name: str, tensor_bytes: float, after: Iterable[int]) -> list[int]:
+    def exchange(self, name: str, tensor_bytes: float, after: Iterable[int]) -> Transfer:
         """All-to-all over the whole Ulysses degree of so many bytes a device, its share to itself included."""
-        mesh, after = self.mesh, tuple(after)
+        mesh = self.mesh
         inside = tensor_bytes * (mesh.ulysses_inside - 1) / mesh.ulysses_degree
         across = tensor_bytes * (mesh.ulysses_across - 1) / mesh.ulysses_across
         peers = (mesh.ulysses_across - 1) * mesh.ulysses_inside
-        return [
-            *self.transfer("across", name, across, peers, after),
-            *self.transfer("inside", name, inside, mesh.ulysses_inside - 1, after),
+        parts = [
+            *self._part("across", across, peers),
+            *self._part("inside", inside, mesh.ulysses_inside - 1),
         ]
+        return self.timeline.transfer(name, parts, after)
 
-    def scatter(self, name: str, tensor_bytes: float, after: Iterable[int]) -> list[int]:
+    def scatter(self, name: str, tensor_bytes: float, after: Iterable[int]) -> Transfer:
         """All-to-all over the inner part of the Ulysses degree."""
         inside = self.mesh.ulysses_inside
         return self.transfer("inside", name, tensor_bytes * (inside - 1) / inside, inside - 1, after)
 
-    def ring(self, piece: Piece, after: Iterable[int], beside: Iterable[int] = ()) -> int:
+    def ring(
+        self, piece: Piece, after: Iterable[int], others: Sequence[Callable[[], Transfer]] = ()
+    ) -> tuple[int, list[Transfer]]:
         """Attention of a piece's queries to the keys of the whole ring, each of whose members holds `piece.keys`.
 
         A step's transfer goes into the buffer that the step before last has read, and both sides start it together: it
         waits for that attention and for the transfer before.
+
+        Args:
+            piece: the attention.
+            after: what its first step waits for.
+            others: start transfers that are to run beside the attention.
+
+        Returns:
+            The last step, and the other transfers. They start with the first step; but of those that the steps of a
+            loop leave no room for (three members or more, whose steps but the last are one) with the last.
         """
-        degree, beside = self.mesh.ring_degree, tuple(beside)
+        degree = self.mesh.ring_degree
         overlaps = self.hardware.ring_overlaps or self.one_sided
-        held, last = list(after), -1
+        most = self.timeline.most_under_way
+        early = len(others) if most is None or degree <= 2 else most - 1
+        held, last, moved, others_s = list(after), -1, [], 0.0
         for step in range(degree):
             passes = step < degree - 1
             waits = held if last < 0 else [*held, last]
-            sent = self._pass_on(piece, waits) if passes and overlaps else []
-            part = replace(piece, name=f"{piece.name}, step {step + 1}") if degree > 1 else piece
-            last = self.attend(replace(part, merges=piece.merges or step > 0), held, (*beside, *sent[:1]))
-            held = self._pass_on(piece, [last]) if passes and not overlaps else sent
-        return last
+            sent = self._pass_on(piece, waits) if passes and overlaps else ()
+            starting = others[:early] * (step == 0) + others[early:] * (not passes)
+            new = [start() for start in starting]
+            moved += new
+            own_s, others_s = self._taken_s(sent), others_s + sum(map(self._taken_s, new))
+            name = f"{piece.name}, step {step + 1}" if degree > 1 else piece.name
+            part = replace(piece, name=name, merges=piece.merges or step > 0)
+            last, slower_s = self._attend(part, held, own_s + others_s)
+            others_s -= max(slower_s - own_s, 0.0)
+            held = list(self._pass_on(piece, [last]) if passes and not overlaps else sent)
+        return last, moved
 
-    def _pass_on(self, piece: Piece, after: Iterable[int]) -> list[int]:
+    def _pass_on(self, piece: Piece, after: Iterable[int]) -> Transfer:
         """A ring step's transfer of keys and values."""
-        mesh, after = self.mesh, tuple(after)
+        mesh = self.mesh
         sent_bytes = 2 * self.bytes_of(piece.keys, piece.heads)
-        name = f"{piece.name}: keys and values go round"
         # A ring runs through a machine's devices before it goes on: those of one Ulysses group cross together.
-        crossing = mesh.ulysses_inside
-        across = self.transfer("across", name, sent_bytes, mesh.ring_across > 1, after, senders=crossing)
-        return [*across, *self.transfer("inside", name, sent_bytes, mesh.ring_inside > 1, after)]
+        parts = [
+            *self._part("across", sent_bytes, mesh.ring_across > 1, senders=mesh.ulysses_inside),
+            *self._part("inside", sent_bytes, mesh.ring_inside > 1),
+        ]
+        return self.timeline.transfer(f"{piece.name}: keys and values go round", parts, after)

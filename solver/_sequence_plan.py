@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from solver._check import MOST_HEADS, instance, integer
 from solver._sequence_algorithms import layer_timeline
@@ -23,6 +23,12 @@ _CALLER = "plan_sequence_parallel"
 class SequenceParallelPlan:
     """How a layer is spread over devices, and its modelled time.
 
+    With `parallel` a plan becomes a mesh, an attention to call on it, and a program:
+
+        mesh = parallel.sequence_mesh(**plan.mesh_options)
+        attention = parallel.sequence_attention(**plan.attention_options)
+        step = jax.jit(step, compiler_options=plan.compiler_options)
+
     Attributes:
         algorithm: "none" (one device), "ulysses", "ring", "usp" (Ulysses inside machines, ring across),
             "topology_aware" (Ulysses across machines first, ring inside) or "torus".
@@ -30,6 +36,8 @@ class SequenceParallelPlan:
             "devices".
         head_groups: exchanges that Ulysses is cut into, so that one runs under the attention of another; 1 is uncut.
         one_sided: whether transfers are puts and gets instead of NCCL's calls.
+        transfers_under_way: how many of NCCL's calls the program has under way at a time, as `compiler_options` say;
+            1 with puts and gets, which nothing limits.
         cfg: the two branches of classifier-free guidance: "none" (there is one), "batched" (twice the batch on all
             devices), on halves of the "machines", or on halves of each machine's "devices".
         layer_s: modelled seconds of a layer, both branches.
@@ -41,6 +49,7 @@ class SequenceParallelPlan:
     mesh: SequenceMesh
     head_groups: int
     one_sided: bool
+    transfers_under_way: int
     cfg: CfgPlacement
     layer_s: float
     usp_layer_s: float
@@ -50,6 +59,33 @@ class SequenceParallelPlan:
     def speedup(self) -> float:
         """Over USP's best mesh; 1 at least."""
         return self.usp_layer_s / self.layer_s
+
+    @property
+    def mesh_options(self) -> dict[str, Any]:
+        """Keyword arguments of `parallel.sequence_mesh`, for all devices planned for.
+
+        Branches of guidance that are apart are on its data axis.
+        """
+        mesh = self.mesh
+        branches = 2 if self.cfg == "devices" else 1
+        return {
+            "ulysses_degree": mesh.ulysses_degree,
+            "ring_degree": mesh.ring_degree,
+            "placement": (mesh.ulysses_across, mesh.ring_across),
+            "devices_per_machine": branches * mesh.ulysses_inside * mesh.ring_inside,
+        }
+
+    @property
+    def attention_options(self) -> dict[str, Any]:
+        """Keyword arguments of `parallel.sequence_attention`, which has no puts and gets."""
+        return {"torus": self.algorithm == "torus", "head_groups": self.head_groups}
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """For `jax.jit(..., compiler_options=...)`: what the modelled time takes for granted beyond XLA's defaults."""
+        if self.transfers_under_way == 1:
+            return {}
+        return {"xla_gpu_experimental_parallel_collective_overlap_limit": self.transfers_under_way}
 
     @property
     def across_bytes(self) -> float:
@@ -72,16 +108,28 @@ class _Group:
     cfg: CfgPlacement
 
     def plan(
-        self, mesh: SequenceMesh, *, head_groups: int | None = 1, one_sided: bool = False
+        self,
+        mesh: SequenceMesh,
+        *,
+        head_groups: int | None = 1,
+        one_sided: bool = False,
+        under_way: int = 1,
     ) -> SequenceParallelPlan:
         """The plan of a candidate; `head_groups` None is Torus attention."""
+        hardware = replace(self.hardware, transfers_under_way=under_way)
         timeline = layer_timeline(
-            self.topology, self.shape, mesh, self.hardware, head_groups=head_groups, one_sided=one_sided
+            self.topology, self.shape, mesh, hardware, head_groups=head_groups, one_sided=one_sided
         )
-        seconds = max(event.stop_s for event in timeline)
-        name = _name(mesh) if head_groups is not None else "torus"
         return SequenceParallelPlan(
-            name, mesh, head_groups or 1, one_sided, self.cfg, seconds, math.nan, timeline
+            algorithm=_name(mesh) if head_groups is not None else "torus",
+            mesh=mesh,
+            head_groups=head_groups or 1,
+            one_sided=one_sided,
+            transfers_under_way=under_way,
+            cfg=self.cfg,
+            layer_s=max(event.stop_s for event in timeline),
+            usp_layer_s=math.nan,
+            timeline=timeline,
         )
 
 
@@ -99,8 +147,9 @@ def plan_sequence_parallel(
 
     Candidates are all Ulysses and ring degrees across and inside machines; Ulysses uncut or in up to 8 groups of heads;
     Torus wherever Ulysses spans all machines; with guidance, both branches on all devices or on halves of them; each
-    two-sided and, where the hardware has it, one-sided. USP's meshes are candidates, so that the plan is never slower
-    than the best of them; where several end together, the plan is one of USP's, or else uncut and two-sided.
+    two-sided, with one to the hardware's `transfers_under_way` at a time, and where the hardware has it one-sided.
+    USP's meshes are candidates, so that the plan is never slower than the best of them; where several end together, the
+    plan is one of USP's, or else uncut and two-sided, with as few transfers under way as do.
 
     The layer is bidirectional self-attention over text and image together, and 24 l d^2 FLOP of linear layers, d =
     num_heads * head_dim; the fullest device is timed. Not modelled: memory, devices that differ, what a step has
@@ -124,8 +173,12 @@ def plan_sequence_parallel(
 
     Example:
         >>> plan = plan_sequence_parallel(Topology(4, 8), 24, 128, (65_536, 512))
-        >>> plan.algorithm, plan.mesh.ulysses_across, plan.speedup > 1.5
-        ('torus', 4, True)
+        >>> plan.algorithm, plan.mesh.ulysses_across, plan.head_groups
+        ('topology_aware', 4, 2)
+        >>> two = replace(A100_MACHINE, transfers_under_way=2)
+        >>> plan = plan_sequence_parallel(Topology(4, 8), 24, 128, (65_536, 512), hardware=two)
+        >>> plan.algorithm, plan.compiler_options
+        ('torus', {'xla_gpu_experimental_parallel_collective_overlap_limit': 2})
 
     Reference: SwiftFusion, arXiv 2601.20273, whose placement is a fixed rule.
     """
@@ -226,16 +279,24 @@ def _divisors(number: int) -> list[int]:
 def _candidates(group: _Group) -> Iterator[SequenceParallelPlan]:
     """All there are, USP's two-sided meshes among them."""
     for one_sided in (False, True) if group.hardware.one_sided else (False,):
+        most = 1 if one_sided else group.hardware.transfers_under_way
         for mesh in _meshes(group.topology):
             if mesh.ulysses_degree > group.shape.num_heads:
                 continue
             yield group.plan(mesh, one_sided=one_sided)
-            heads = math.ceil(group.shape.num_heads / mesh.ulysses_degree)
-            cuts = range(2, min(heads, _MOST_HEAD_GROUPS) + 1) if mesh.ulysses_degree > 1 else ()
-            for head_groups in cuts:
-                yield group.plan(mesh, head_groups=head_groups, one_sided=one_sided)
-            if mesh.ulysses_across > 1 and mesh.ring_across == 1:
-                yield group.plan(mesh, head_groups=None, one_sided=one_sided)
+            # These alone have transfers beside those of the ring.
+            for head_groups in _overlapped(group.shape, mesh):
+                for under_way in range(1, most + 1):
+                    yield group.plan(mesh, head_groups=head_groups, one_sided=one_sided, under_way=under_way)
+
+
+def _overlapped(shape: SequenceShape, mesh: SequenceMesh) -> Iterator[int | None]:
+    """Groups of heads that Ulysses can be cut into; None is Torus attention."""
+    if mesh.ulysses_degree > 1:
+        heads = math.ceil(shape.num_heads / mesh.ulysses_degree)
+        yield from range(2, min(heads, _MOST_HEAD_GROUPS) + 1)
+    if mesh.ulysses_across > 1 and mesh.ring_across == 1:
+        yield None
 
 
 def _name(mesh: SequenceMesh) -> str:
