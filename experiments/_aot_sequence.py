@@ -18,19 +18,19 @@ from jax.sharding import PartitionSpec as P
 
 from experiments._aot_compiler import target_devices
 from experiments._aot_gpus import Gpu, Machines
+from experiments._sequence_bytes import MovedRows
 from experiments._simulate_sampling import WORKLOADS
 from parallel import (
     RING_AXES,
     ULYSSES_AXES,
-    Placement,
     ReplicatedText,
+    sequence_attention,
     sequence_mesh,
-    torus_attention,
-    usp_attention,
 )
 from solver import H100_MACHINE, SequenceMesh, SequenceParallelPlan, Topology, sequence_plans
 
 _AXES = (*RING_AXES, *ULYSSES_AXES)
+_BF16_BYTES, _INT32_BYTES = 2, 4
 MACHINES = (Machines(1, 8), Machines(2, 8), Machines(4, 8))
 
 
@@ -68,6 +68,10 @@ def _published(index: int) -> Workload:
 
 
 FLUX_3072, FLUX_4096, VIDEO = (_published(i) for i in (1, 2, 3))
+# On 32 devices as many tokens as they share evenly: kernels with segment ids take minutes to compile there.
+VIDEO_EVEN = Workload(
+    "CogVideoX 20 s, even", VIDEO.num_heads, VIDEO.head_dim, (VIDEO.lengths[0] + 8, VIDEO.lengths[1])
+)
 WHOLE_TEXT = Workload("Flux 3072^2, text whole", 24, 128, FLUX_3072.lengths, text_replicated=True)
 HEADS_30 = Workload("30 heads", 30, 64, FLUX_3072.lengths)
 
@@ -118,18 +122,13 @@ class Case:
         return self.padded_length > self.workload.length
 
     @property
-    def is_across(self) -> bool:
-        """Whether Ulysses takes machines first."""
-        return self.algorithm.name in ("torus", "topology_aware")
-
-    @property
-    def degrees(self) -> SequenceMesh:
-        """As the planner chooses them for the algorithm.
+    def plan(self) -> SequenceParallelPlan:
+        """The planner's fastest of the algorithm.
 
         Raises:
-            LookupError: if it has no such candidate.
+            LookupError: if it has none.
         """
-        found = _degrees(self)
+        found = _plan(self)
         if found is None:
             raise LookupError(f"no {self.algorithm.title} of {self.workload.name} on {self.machines}")
         return found
@@ -137,18 +136,33 @@ class Case:
     @property
     def is_possible(self) -> bool:
         """Whether the planner has such a candidate: Ulysses has none for more devices than heads."""
-        return _degrees(self) is not None
+        return _plan(self) is not None
+
+    @property
+    def degrees(self) -> SequenceMesh:
+        """Of the plan."""
+        return self.plan.mesh
+
+    @property
+    def rows(self) -> MovedRows:
+        """What it moves, by formula."""
+        degrees, work = self.degrees, self.workload
+        tokens = self.padded_length / degrees.num_devices
+        heads = math.ceil(work.num_heads / degrees.ulysses_degree) * degrees.ulysses_degree
+        return MovedRows(
+            degrees,
+            tokens * heads * work.head_dim * _BF16_BYTES,
+            element_bytes=_BF16_BYTES,
+            torus=self.algorithm == TORUS,
+            gradient=self.gradient,
+            ids_bytes=tokens * _INT32_BYTES if self.has_ids else 0.0,
+        )
 
 
-def _degrees(case: Case) -> SequenceMesh | None:
+def _plan(case: Case) -> SequenceParallelPlan | None:
     wanted = case.algorithm.name, case.algorithm.head_groups
-    for plan in _plans(case.machines, case.workload):
-        mesh = plan.mesh
-        # `sequence_mesh` has Ulysses over as many machines as its degree allows.
-        as_placed = mesh.ulysses_across == math.gcd(mesh.ulysses_degree, case.machines.count)
-        if (plan.algorithm, plan.head_groups) == wanted and (as_placed or not case.is_across):
-            return mesh
-    return None
+    plans = _plans(case.machines, case.workload)
+    return next((plan for plan in plans if (plan.algorithm, plan.head_groups) == wanted), None)
 
 
 @cache
@@ -161,7 +175,7 @@ def cases() -> list[Case]:
     """Every shape and every number of machines, forward and with gradient; and on 4 x 8 what is out of the ordinary."""
     algorithms = (ULYSSES, ULYSSES_IN_GROUPS, RING, USP, TOPOLOGY_AWARE, TORUS)
     one, two, four = MACHINES
-    where = {FLUX_3072: MACHINES, FLUX_4096: (four,), VIDEO: (one, two)}
+    where = {FLUX_3072: MACHINES, FLUX_4096: (four,), VIDEO: (one, two), VIDEO_EVEN: (four,)}
     usual = [
         (algorithm, machines, workload)
         for workload, those in where.items()
@@ -179,7 +193,6 @@ class CompiledCase:
     """Scheduled HLO of one device, and bytes of its temporaries."""
 
     case: Case
-    degrees: SequenceMesh
     text: str
     temp_bytes: int
 
@@ -190,18 +203,11 @@ def compile_case(case: Case, gpu: Gpu, *, in_flight: int = 1) -> CompiledCase:
     Raises:
         UserError: if this JAX cannot compile for them.
     """
-    degrees = case.degrees
-    mesh = sequence_mesh(
-        target_devices(gpu, case.machines),
-        ulysses_degree=degrees.ulysses_degree,
-        ring_degree=degrees.ring_degree,
-        placement=Placement.ULYSSES_ACROSS if case.is_across else Placement.ULYSSES_INSIDE,
-        devices_per_machine=case.machines.gpus,  # the compiler's devices are of one slice
-    )
+    mesh = sequence_mesh(target_devices(gpu, case.machines), **case.plan.mesh_options)
     program = _program(case, mesh)
     options = {"xla_gpu_experimental_parallel_collective_overlap_limit": in_flight}
     compiled: Any = jax.jit(program, compiler_options=options).lower(*_arguments(case, mesh)).compile()
-    return CompiledCase(case, degrees, compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes)
+    return CompiledCase(case, compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes)
 
 
 def _arguments(case: Case, mesh: Mesh) -> list[Any]:
@@ -246,15 +252,5 @@ def _attention(case: Case, rows: Any, text: Any, ids: Any) -> tuple[Any, Any]:
         "segment_ids": ids,
         "text": None if text is None else ReplicatedText(*text),
     }
-    if case.algorithm == TORUS:
-        machine, ulysses, ring = *ULYSSES_AXES, RING_AXES[1]
-        found: Any = torus_attention(
-            *rows, machine_axis=machine, ulysses_axis=ulysses, ring_axis=ring, **options
-        )
-    else:
-        # Ulysses alone and a ring alone are USP on a mesh with an axis of size 1.
-        groups = case.algorithm.head_groups
-        found = usp_attention(
-            *rows, ulysses_axis=ULYSSES_AXES, ring_axis=RING_AXES, head_groups=groups, **options
-        )
+    found: Any = sequence_attention(**case.plan.attention_options)(*rows, **options)
     return (found, None) if text is None else (found.out, found.text)

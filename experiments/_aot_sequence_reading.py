@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from experiments._aot_gpus import Gpu
 from experiments._aot_sequence import TORUS, USP, Case, CompiledCase
-from experiments._aot_sequence_bytes import tensor_bytes, wanted_traffic
 from experiments.hlo import (
     Collective,
     Traffic,
@@ -17,7 +16,7 @@ from experiments.hlo import (
 )
 from experiments.hlo._cost import FlopRule
 from experiments.hlo._text import Computation, Instruction
-from solver import H100_MACHINE, SequenceMesh
+from solver import H100_MACHINE
 
 # Kinds that move rows; the others gather segment ids, or gather and add what belongs to a whole text.
 _OF_ROWS = ("all-to-all", "collective-permute", "ragged-all-to-all", "collective-broadcast")
@@ -44,14 +43,13 @@ class Reading:
     """A compiled case, read.
 
     Attributes:
-        case, degrees, temp_bytes: of the compiled case.
+        case, temp_bytes: of the compiled case.
         transfers: collectives that move rows.
         aside: all others.
         covered: of the modelled time of transfers between machines the part that has attention under it; 1 if none.
     """
 
     case: Case
-    degrees: SequenceMesh
     temp_bytes: int
     transfers: tuple[Collective, ...]
     aside: tuple[Collective, ...]
@@ -76,12 +74,12 @@ class Reading:
     @property
     def wanted(self) -> Traffic:
         """The same by formula."""
-        return wanted_traffic(self.case, self.degrees)
+        return self.case.rows.traffic
 
     @property
     def tensor_bytes(self) -> float:
         """Of one of a device's q, k, v and o."""
-        return tensor_bytes(self.case, self.degrees)
+        return self.case.rows.tensor_bytes
 
 
 def runs(collectives: Iterable[Collective], *, hidden: bool | None = None) -> int:
@@ -98,14 +96,14 @@ def read_case(compiled: CompiledCase, gpu: Gpu) -> Reading:
     """Read a compiled case."""
     case = compiled.case
     module = parse_module(compiled.text)
-    degrees = compiled.degrees
+    degrees = case.degrees
     keys = case.padded_length / degrees.num_devices
     keys *= degrees.ulysses_inside if case.algorithm == TORUS else degrees.ulysses_degree
     counter = WorkCounter(module, rules={**_CUDNN, **attention_rules(keys)})
     found = find_collectives(module, count_executions(module), counter, per_machine=case.machines.gpus)
     transfers = tuple(c for c in found if c.kind in _OF_ROWS)
     aside = tuple(c for c in found if c.kind not in _OF_ROWS)
-    return Reading(case, degrees, compiled.temp_bytes, transfers, aside, _covered(transfers, case, gpu))
+    return Reading(case, compiled.temp_bytes, transfers, aside, _covered(transfers, case, gpu))
 
 
 def _covered(transfers: Iterable[Collective], case: Case, gpu: Gpu) -> float:
@@ -130,7 +128,7 @@ def allowed_exposed(reading: Reading) -> int:
     Ulysses waits for its first exchange, and after attention for its last; uncut these are all it has. Where Ulysses
     stays inside machines, and in Torus, none.
     """
-    if reading.case.algorithm == TORUS or reading.degrees.ulysses_across == 1:
+    if reading.case.algorithm == TORUS or reading.case.degrees.ulysses_across == 1:
         return 0
     return 4 if reading.case.gradient else 2
 

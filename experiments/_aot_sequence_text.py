@@ -66,7 +66,7 @@ def _shape(case: Case) -> str:
 
 
 def _row(reading: Reading, two: Reading | None) -> list[str]:
-    d, sent, wanted = reading.degrees, reading.sent, reading.wanted
+    d, sent, wanted = reading.case.degrees, reading.sent, reading.wanted
     covered = f"{reading.covered:.0%}" if reading.across else "-"
     if two is not None:
         covered += f" ({two.covered:.0%})"

@@ -11,17 +11,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from experiments._sequence_bytes import MovedRows
 from experiments.hlo import WorkCounter, count_executions, find_collectives, parse_module
 from parallel import (
     RING_AXES,
     ULYSSES_AXES,
-    Placement,
     XlaBlockAttention,
     ring_attention,
+    sequence_attention,
     sequence_mesh,
-    torus_attention,
     ulysses_attention,
-    usp_attention,
 )
 from solver import SequenceMesh, Topology
 
@@ -79,13 +78,7 @@ def variants(topology: Topology) -> tuple[Variant, ...]:
 
 
 def across_bytes(variant: Variant, topology: Topology, tensor_bytes: float, *, backward: bool) -> float:
-    """Bytes that a machine sends to others, for each of which a formula is in the docstrings of `parallel`.
-
-    Exchange of heads over U of N machines: each machine has 1 / N of q, k, v and o, and (U - 1) / U of it leaves; as
-    much for the gradients. Ring of R devices, of which r in each machine: its devices form as many rings as it has
-    groups of r, and one device of each sends its keys and values to the next machine, R - 1 times; for the gradient R
-    times, and their gradients, float32 as all is here, R - 1 times. With R = 2 the gradient needs keys and values once,
-    which is what the forward pass sends: in one program the compiler makes one transfer of the two.
+    """Bytes that a machine sends to others, by formula.
 
     Args:
         variant: the algorithm.
@@ -93,46 +86,35 @@ def across_bytes(variant: Variant, topology: Topology, tensor_bytes: float, *, b
         tensor_bytes: of all of q, or k, v, o.
         backward: whether the gradient is computed too.
     """
-    mesh, machines = variant.mesh, topology.num_machines
-    directions = 2 if backward else 1
-    left = (mesh.ulysses_across - 1) / mesh.ulysses_across
-    exchanged = 4 * directions * left * tensor_bytes / machines
-    if mesh.ring_across == 1:
-        return exchanged
-    ring = mesh.ring_degree
-    steps = ring - 1
-    if backward:
-        steps += (0 if ring == 2 else ring) + ring - 1
-    crossing = topology.devices_per_machine // mesh.ring_inside
-    return exchanged + crossing * steps * 2 * tensor_bytes / topology.num_devices
+    moved = MovedRows(
+        variant.mesh,
+        tensor_bytes / topology.num_devices,
+        element_bytes=4,
+        torus=variant.is_torus,
+        gradient=backward,
+        one_program=True,
+    )
+    return topology.devices_per_machine * moved.traffic.across
 
 
 def make_mesh(variant: Variant, topology: Topology, devices: Sequence[Any]) -> Mesh:
     """The mesh over these devices, those of a machine one after another."""
-    across = variant.mesh.ulysses_across > 1
+    degrees = variant.mesh
     return sequence_mesh(
         devices,
-        ulysses_degree=variant.mesh.ulysses_degree,
-        ring_degree=variant.mesh.ring_degree,
-        placement=Placement.ULYSSES_ACROSS if across else Placement.ULYSSES_INSIDE,
+        ulysses_degree=degrees.ulysses_degree,
+        ring_degree=degrees.ring_degree,
+        placement=(degrees.ulysses_across, degrees.ring_across),
         devices_per_machine=topology.devices_per_machine,
     )
 
 
 def _attention(variant: Variant) -> Callable[..., Any]:
-    if variant.is_torus:
-        return partial(
-            torus_attention,
-            machine_axis=ULYSSES_AXES[0],
-            ulysses_axis=ULYSSES_AXES[1],
-            ring_axis=RING_AXES[1],
-            block_attention=_BLOCK,
-        )
-    if variant.mesh.ring_degree == 1:
+    if variant.mesh.ring_degree == 1 and not variant.is_torus:
         return partial(ulysses_attention, axis_name=ULYSSES_AXES, block_attention=_BLOCK)
     if variant.mesh.ulysses_degree == 1:
         return partial(ring_attention, axis_name=RING_AXES, block_attention=_BLOCK)
-    return partial(usp_attention, ulysses_axis=ULYSSES_AXES, ring_axis=RING_AXES, block_attention=_BLOCK)
+    return partial(sequence_attention(torus=variant.is_torus), block_attention=_BLOCK)
 
 
 def compile_program(variant: Variant, mesh: Mesh, sizes: Sizes, *, backward: bool) -> Any:

@@ -10,7 +10,6 @@ from jaxtyping import Num
 from solver._auto_free import place_freely
 from solver._auto_relabel import relabel
 from solver._bags import BagSpec
-from solver._padded_rows import rows_beside
 from solver._plan import BalancePlan, BalanceProblem, total_of
 from solver._step_time import Links
 
@@ -54,11 +53,11 @@ def auto_plan(
     best = free
     least_rows = _rows_over_mean(free)
     enough = 1 - (_CLEARLY_PADDED if links.padded else _CLEARLY)
-    best_s = _price(free, links) if _rows_fit(free, max_rows) else math.inf
+    best_s = links.price_s(free) if _rows_fit(free, max_rows) else math.inf
     for spec, bound_s in _alternatives(problem, links):
         if bound_s < best_s * enough:
             plan = plan_bags(spec)
-            step_s = _price(plan, links)
+            step_s = links.price_s(plan)
             least_rows = min(least_rows, _rows_over_mean(plan))
             if step_s < best_s * enough and _rows_fit(plan, max_rows):
                 best, best_s = replace(plan, load_lower_bound=load, step_lower_bound=step), step_s
@@ -69,14 +68,6 @@ def auto_plan(
             f" max_rows={max_rows}. Allow more rows, or leave the longest sequence out."
         )
     return best
-
-
-def _price(plan: BalancePlan, links: Links) -> float:
-    """Seconds by which plans are compared."""
-    step_s = links.step_seconds(plan).exposed
-    if not links.padded:
-        return step_s
-    return step_s + rows_beside(plan) * links.row_seconds(plan.cost.width / plan.num_heads)
 
 
 def _rows_fit(plan: BalancePlan, max_rows: float | None) -> bool:

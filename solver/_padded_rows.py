@@ -28,14 +28,13 @@ def rows_between(plan: BalancePlan) -> Int[np.ndarray, "devices devices"]:
     return rows
 
 
-def padded_rows(rows: Int[np.ndarray, "devices devices"]) -> int:
-    """Rows that every device sends in a padded exchange."""
-    return int(rows_of_rounds(rows, round_of_pair(len(rows))).sum())
+def padded_rounds(plan: BalancePlan) -> Int[np.ndarray, " rounds"]:
+    """Rows that every device sends in each round of a padded exchange."""
+    return rows_of_rounds(rows_between(plan), round_of_pair(plan.num_devices))
 
 
-def rows_beside(plan: BalancePlan) -> float:
-    """What else padded exchanges cost a device, in rows moved: rounds, and rows held unevenly."""
-    rounds = rows_of_rounds(rows_between(plan), round_of_pair(plan.num_devices))
+def rows_beside(plan: BalancePlan, rounds: Int[np.ndarray, " rounds"]) -> float:
+    """What else exchanges of these rounds cost a device, in rows moved: rounds, and rows held unevenly."""
     # Where items are divided, queries have a route of their own.
     routes = 2 if divides_items(plan.head_slices, plan.lengths) else 1
     held = int(plan.rows.max(initial=0)) - int(plan.tokens.sum()) * plan.num_heads / plan.num_devices

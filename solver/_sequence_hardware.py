@@ -158,15 +158,19 @@ def _check_seconds(owner: Link | SequenceHardware, names: tuple[str, ...]) -> No
             raise ValueError(f"{kind}: {name} finite and >= 0; got {name}={value}. {_ADVICE}")
 
 
-# Sources. 312 TFLOP/s, 108 SMs, 2.039 TB/s, 300 GB/s of NVLink each way: NVIDIA's data sheet of A100 80 GB SXM.
-# 400 Gb/s is what a machine has, not a GPU: as in Amazon's p4d and p4de, 8 A100 with four adapters of 100 Gb/s.
-# Attention: FlashAttention-2 (arXiv 2307.08691) reports up to 73 % of A100's peak at head_dim 128 and about 60 % at 64,
-# which 0.9 D / (D + 32) gives. Linear layers: whole training steps on A100 reach up to 57 % of the peak
-# (arXiv 2205.05198), communication included; 60 % without it. NCCL on p4d (issue 527 of NVIDIA/nccl): all-reduce, a
-# ring, moves 231 GB/s in a machine, 31.8 GB/s between 3 and 29.6 between 4. No public figure of all-to-all, puts or
-# gets over this network was found: 0.8 is an assumption. 20 SMs are what DeepSeek-V3 (arXiv 2412.19437) gives to
-# communication. Latencies are of the published order: NVLink some microseconds, adapters behind libfabric 15-20, an
-# NCCL call 10-20 more.
+# Where the figures come from; what has no source here is an estimate, and no figure is fitted.
+#   312 TFLOP/s (dense, bfloat16), 2.039 TB/s, 600 GB/s of NVLink in both directions: NVIDIA's data sheet of A100 80 GB
+#     SXM (nvidia-a100-datasheet-us-nvidia-1758950-r4). 108 SMs, 12 links of 25 GB/s each way: its Ampere white paper.
+#   400 Gb/s a machine of 8 A100, not a GPU, which is also what SwiftFusion (arXiv 2601.20273) has: Amazon's p4d and
+#     p4de (aws.amazon.com/blogs/compute/amazon-ec2-p4d-instances-deep-dive).
+#   attention: FlashAttention-2 (arXiv 2307.08691) reaches 50 to 73 % of the peak. 0.9 D / (D + 32) is 72 % at a head
+#     dimension of 128 and 60 % at 64; the 60 % are an estimate.
+#   linear: estimate. Whole training steps reach 54 % of the peak, communication included (arXiv 2205.05198).
+#   links, shares: all-reduce, a ring, moves 231 GB/s in a p4d, 31.8 GB/s between 3 and 29.6 between 4 of them
+#     (github.com/NVIDIA/nccl/issues/527): 0.77 and 0.6. All-to-all, puts and gets between machines: estimate.
+#   communication_processors: DeepSeek-V3 (arXiv 2412.19437, section 3.2.2) gives 20 of an H800's 132 SMs to transfers.
+#   latencies, launch_s: estimates. An all-to-all of a few bytes over 16 GPUs of two machines of Amazon's takes some 105
+#     us (github.com/bottlerocket-os/bottlerocket-kernel-kit/pull/313, of newer GPUs); here it is 56.
 A100_MACHINE = SequenceHardware(
     flops_per_s=312e12,
     linear=0.6,
@@ -179,10 +183,17 @@ A100_MACHINE = SequenceHardware(
     across=Link(50e9, 8, 0.8, 0.6, 0.8, 40e-6, 20e-6, 2e-6),
 )
 
-# 989.4 TFLOP/s, 132 SMs, 3.35 TB/s, 450 GB/s of NVLink: NVIDIA's data sheet of H100 SXM. 400 Gb/s for each GPU, as in
-# its DGX H100. Attention: FlashAttention-3 (arXiv 2407.08608) reports 648 TFLOP/s at head_dim 128 and 497 at 64, long
-# and non-causal: 0.93 D / (D + 55). Linear layers at 400 TFLOP/s, as `Links` has them. Of its links it reaches what an
-# A100 does, but over InfiniBand rings as much as all-to-all, and in a half to a third of the latency.
+# Likewise.
+#   989.4 TFLOP/s (dense, bfloat16), 132 SMs, 3.35 TB/s, 900 GB/s of NVLink in both directions: NVIDIA's data sheet and
+#     Hopper white paper, of H100 SXM5. H200 differs in its memory alone, 4.8 TB/s.
+#   400 Gb/s for each GPU: NVIDIA's DGX H100 user guide (eight ConnectX-7, one by each GPU).
+#   attention: FlashAttention-3 (arXiv 2407.08608) reaches up to 740 TFLOP/s; 621 at a head dimension of 128 and 16,384
+#     tokens, not causal, in PyTorch's benchmark (github.com/pytorch/benchmark/pull/2391). 0.93 D / (D + 55) is 644 at
+#     128 and 495 at 64; the latter is an estimate.
+#   linear: 400 TFLOP/s, as `Links` has them: whole training steps of Llama 3 405B reach 380 to 430 (arXiv 2407.21783).
+#   links, shares: estimates. Inside machines as A100's; of its adapters ConnectX-7 reaches 48 to 49 GB/s, also in
+#     all-to-all (github.com/NVIDIA/nccl-tests/issues/267), of which 0.8 leaves some for contention.
+#   latencies: estimates, InfiniBand's at a half to a third of A100_MACHINE's network.
 H100_MACHINE = SequenceHardware(
     flops_per_s=989.4e12,
     linear=400 / 989.4,

@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from solver._check import instance, number
 from solver._cost import CostModel
-from solver._padded_rows import padded_rows, rows_between
+from solver._padded_rows import padded_rounds, rows_beside
 from solver._plan import BalancePlan
 
 # A step is a forward and a backward pass: compute counts three times, and what attention exchanges (queries, keys and
@@ -73,12 +75,24 @@ class Links:
 
     def step_seconds(self, plan: BalancePlan) -> StepSeconds:
         """Modelled time of a block under a plan."""
+        return self._seconds(plan, padded_rounds(plan) if self.padded else None)
+
+    def price_s(self, plan: BalancePlan) -> float:
+        """Seconds by which plans are compared: exposed, and with padded exchanges what else these take."""
+        if not self.padded:
+            return self.step_seconds(plan).exposed
+        rounds = padded_rounds(plan)
+        beside_s = rows_beside(plan, rounds) * self.row_seconds(plan.cost.width / plan.num_heads)
+        return self._seconds(plan, rounds).exposed + beside_s
+
+    def _seconds(self, plan: BalancePlan, rounds: np.ndarray | None) -> StepSeconds:
+        """Of a block; `rounds` are those of padded exchanges."""
         across = plan.rows_across_machines
         sent_s = (plan.rows_sent - across) * self.row_seconds(plan.cost.width / plan.num_heads)
         sent_s = sent_s + across * self.row_seconds(plan.cost.width / plan.num_heads, across=True)
         traffic_s = float(sent_s.max())
-        if self.padded and plan.rows_sent.any():
-            traffic_s *= padded_rows(rows_between(plan)) / int(plan.rows_sent.max())
+        if rounds is not None and plan.rows_sent.any():
+            traffic_s *= int(rounds.sum()) / int(plan.rows_sent.max())
         # Text and image tokens are arrays of their own, each padded to its most.
         tokens = int(plan.text_tokens.max()) + int((plan.tokens - plan.text_tokens).max())
         compute_s = self.compute_seconds(plan.cost, tokens, float(plan.attention_work.max()))

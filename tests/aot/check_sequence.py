@@ -4,6 +4,8 @@
 collected by pytest (its name): `python -m pytest tests/aot/check_sequence.py`.
 """
 
+from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -15,6 +17,7 @@ from experiments._aot_sequence import (
     FLUX_3072,
     MACHINES,
     RING,
+    TOPOLOGY_AWARE,
     TORUS,
     ULYSSES_IN_GROUPS,
     USP,
@@ -22,8 +25,9 @@ from experiments._aot_sequence import (
     Case,
     compile_case,
 )
-from experiments._aot_sequence_reading import problems, read_case, runs
+from experiments._aot_sequence_reading import is_hidden, problems, read_case, runs
 from parallel import RING_AXES, ULYSSES_AXES
+from solver import H100_MACHINE, SequenceShape, Topology, layer_timeline
 
 TWO, FOUR = MACHINES[1:]
 
@@ -70,6 +74,54 @@ def test_two_transfers_under_way_cover_more_of_torus():
     case = Case(TORUS, FOUR, FLUX_3072, False)
     assert read(case, 2).covered > read(case).covered
     assert problems(read(case, 2), None) == []
+
+
+def modelled(case, under_way):
+    """Of the planner's transfers, how many cross machines or not and run beside attention or not."""
+    work = case.workload
+    timeline = layer_timeline(
+        Topology(case.machines.count, case.machines.gpus),
+        SequenceShape(work.num_heads, work.head_dim, work.length, 1),
+        case.degrees,
+        replace(H100_MACHINE, transfers_under_way=under_way),
+        head_groups=None if case.algorithm == TORUS else case.algorithm.head_groups,
+    )
+    attention = [
+        event for event in timeline if event.name.startswith("attention") and event.lane == "compute"
+    ]
+    # On both lanes a transfer has one name; steps of a ring, which share one, come in order.
+    seen, crosses, hidden = Counter(), {}, {}
+    for event in timeline:
+        if event.lane == "compute":
+            continue
+        key = event.name, seen[event.lane, event.name]
+        seen[event.lane, event.name] += 1
+        beside = any(a.start_s < event.stop_s and event.start_s < a.stop_s for a in attention)
+        crosses[key] = crosses.get(key, False) or event.lane == "across"
+        hidden[key] = hidden.get(key, False) or beside
+    return Counter((crosses[key], hidden[key]) for key in crosses)
+
+
+@pytest.mark.parametrize("under_way", [1, 2])
+@pytest.mark.parametrize(
+    ("algorithm", "machines"),
+    [
+        (TOPOLOGY_AWARE, FOUR),
+        (replace(TOPOLOGY_AWARE, head_groups=2), FOUR),
+        (replace(TOPOLOGY_AWARE, head_groups=3), FOUR),
+        (replace(USP, head_groups=3), FOUR),
+        (ULYSSES_IN_GROUPS, TWO),
+        (replace(TOPOLOGY_AWARE, head_groups=3), TWO),
+        (TORUS, FOUR),
+    ],
+    ids=str,
+)
+def test_the_planner_hides_what_the_compiler_does(algorithm, machines, under_way):
+    case = Case(algorithm, machines, FLUX_3072, False)
+    found = Counter()
+    for transfer in read(case, under_way).transfers:
+        found[transfer.traffic.across > 0, is_hidden(transfer)] += round(transfer.executions)
+    assert modelled(case, under_way) == found
 
 
 def test_without_barriers_the_check_fails(monkeypatch):

@@ -6,7 +6,6 @@ import pytest
 
 from experiments import _aot_sequence as sequence
 from experiments._aot_sequence import MACHINES, Case, cases
-from experiments._aot_sequence_bytes import tensor_bytes, wanted_traffic
 from experiments._aot_sequence_reading import Reading, problems, usp_of
 from experiments._aot_sequence_text import section
 from experiments.hlo import Collective, Traffic, Work
@@ -16,7 +15,7 @@ MESSAGES = ("transfers between machines are exposed", "every step of a ring", "b
 
 
 def reading(case, *transfers, aside=(), temp=0):
-    return Reading(case, case.degrees, temp, transfers, tuple(aside), 1.0)
+    return Reading(case, temp, transfers, tuple(aside), 1.0)
 
 
 def collective(kind, traffic, num_bytes=0, *, hidden=True):
@@ -39,24 +38,26 @@ def test_lengths_that_devices_do_not_share_evenly_have_ids():
     assert not Case(sequence.RING, ONE, sequence.VIDEO, False).has_ids
     video = Case(sequence.RING, TWO, sequence.VIDEO, False)
     assert (video.padded_length, video.has_ids) == (167_008, True)
+    even = Case(sequence.RING, FOUR, sequence.VIDEO_EVEN, False)
+    assert (even.padded_length, even.has_ids) == (167_008, False)
 
 
 def test_bytes_by_hand():
     """Flux 3072^2: 37,376 tokens, 24 heads of 128."""
     rows = 37_376 / 8 * 24 * 128
     ring = Case(sequence.RING, ONE, sequence.FLUX_3072, False)
-    assert wanted_traffic(ring, ring.degrees) == Traffic(7 * 2 * rows * 2, 0)
+    assert ring.rows.traffic == Traffic(7 * 2 * rows * 2, 0)
     both = dataclasses.replace(ring, gradient=True)
-    assert wanted_traffic(both, both.degrees).inside == (7 + 8) * 2 * rows * 2 + 7 * 2 * rows * 4
+    assert both.rows.traffic.inside == (7 + 8) * 2 * rows * 2 + 7 * 2 * rows * 4
     ulysses = Case(sequence.ULYSSES, ONE, sequence.FLUX_3072, False)
-    assert wanted_traffic(ulysses, ulysses.degrees) == Traffic(7 / 8 * 4 * rows * 2, 0)
+    assert ulysses.rows.traffic == Traffic(7 / 8 * 4 * rows * 2, 0)
     torus = Case(sequence.TORUS, FOUR, sequence.FLUX_3072, False)
-    assert wanted_traffic(torus, torus.degrees).across == 4 * 3 / 4 * tensor_bytes(torus, torus.degrees)
+    assert torus.rows.traffic.across == 4 * 3 / 4 * torus.rows.tensor_bytes
 
 
 def test_heads_that_do_not_divide_count_as_they_move():
     torus = Case(sequence.TORUS, FOUR, sequence.HEADS_30, False)
-    heads = tensor_bytes(torus, torus.degrees) / (torus.padded_length / 32 * 64 * 2)
+    heads = torus.rows.tensor_bytes / (torus.padded_length / 32 * 64 * 2)
     assert heads == 32
     assert heads % torus.degrees.ulysses_degree == 0
 
@@ -80,7 +81,7 @@ def test_what_is_not_as_it_should_be_is_named(kind, traffic, hidden, message):
 
 def test_what_is_as_it_should_be_is_not_named():
     case = Case(sequence.RING, TWO, sequence.FLUX_3072, False)
-    good = collective("collective-permute", wanted_traffic(case, case.degrees))
+    good = collective("collective-permute", case.rows.traffic)
     assert problems(reading(case, good), None) == []
 
 

@@ -1,6 +1,7 @@
 """Meshes for sequence parallelism: which devices exchange heads and which pass keys on, by hand and from processes."""
 
 import inspect
+import itertools
 from types import SimpleNamespace
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from parallel import RING_AXES, SEQUENCE_DATA_AXIS, ULYSSES_AXES, Placement, sequence_mesh
-from parallel._sequence_mesh import _by_machine, _sizes
+from parallel._sequence_mesh import _by_machine, _sizes, _sizes_across
 
 INSIDE, ACROSS = Placement
 # As users call it: without the run-time type checker of the tests.
@@ -76,6 +77,34 @@ def test_degrees_of_larger_clusters():
         sizes = _sizes(grid, *degrees, placement)
         found = sizes.ulysses_across, sizes.ulysses_inside, sizes.ring_across, sizes.ring_inside
         assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("across", "expected"),
+    [
+        ((2, 2), (1, 2, 1, 2, 2)),
+        ((1, 4), (1, 1, 2, 4, 1)),
+        ((2, 1), (2, 2, 1, 1, 2)),
+        ((1, 2), (2, 1, 2, 2, 1)),
+    ],
+)
+def test_machines_that_ulysses_and_the_ring_span(across, expected):
+    ring = 2 if across in ((2, 1), (1, 2)) else 4
+    mesh = sequence_mesh(ulysses_degree=2, ring_degree=ring, placement=across, devices_per_machine=2)
+    assert shape(mesh) == expected
+    assert {len(group) for group in machines_of(mesh, ULYSSES_AXES, 2)} == {across[0]}
+    assert {len(group) for group in machines_of(mesh, RING_AXES, 2)} == {across[1]}
+
+
+def test_what_a_placement_finds_can_be_said_by_machines():
+    for machines, inside in itertools.product((1, 2, 3, 4), (1, 2, 4, 6)):
+        for ulysses, ring in itertools.product(range(1, 25), range(1, 25)):
+            if machines * inside != ulysses * ring:
+                continue
+            for placement in Placement:
+                sizes = _sizes((machines, inside), ulysses, ring, placement)
+                across = sizes.ulysses_across, sizes.ring_across
+                assert _sizes_across((machines, inside), ulysses, ring, across) == sizes
 
 
 class Device(SimpleNamespace):
@@ -156,7 +185,40 @@ def test_bad_input():
             devices[0],
             {"ulysses_degree": 1},
         ),
-        (TypeError, "placement is a Placement; got str", devices, {"ulysses_degree": 2, "placement": "usp"}),
+        (
+            TypeError,
+            "placement is a Placement, or machines .*; got str",
+            devices,
+            {"ulysses_degree": 2, "placement": "usp"},
+        ),
+        (TypeError, "placement is .*; got tuple", devices, {"ulysses_degree": 2, "placement": (1,)}),
+        (
+            TypeError,
+            "machines that the ring spans is an integer; got float 1.0",
+            devices,
+            {"ulysses_degree": 2, "placement": (1, 1.0)},
+        ),
+        (
+            ValueError,
+            "machines that Ulysses spans is at least 1; got .*=0. 1 stays inside",
+            devices,
+            {"ulysses_degree": 2, "placement": (0, 1)},
+        ),
+        # Of 4 machines of 2: Ulysses on 4 of them with a degree of 2; 2 x 4 machines; a ring of 4 in a machine.
+        *(
+            (
+                ValueError,
+                f"span divide their degrees.*got placement=.{across[0]}, {across[1]}.,.* 4 machines of 2 devices",
+                devices,
+                {
+                    "ulysses_degree": 2,
+                    "ring_degree": 4,
+                    "placement": across,
+                    "devices_per_machine": 2,
+                },
+            )
+            for across in ((4, 1), (2, 4), (1, 1))
+        ),
     ):
         with pytest.raises(error, match=f"sequence_mesh: .*{message}"):
             UNTYPED(args, **options)

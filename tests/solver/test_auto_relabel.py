@@ -18,7 +18,7 @@ from solver import (
     validate_plan,
 )
 from solver._auto_relabel import relabel
-from solver._padded_rows import padded_rows, rows_between
+from solver._padded_rows import padded_rounds, rows_between
 from tests.oracles import COST, random_plan, random_step
 
 PADDED = Links(flops_per_s=1e9, inside_bytes_per_s=1e9, across_bytes_per_s=1e9, padded=True)
@@ -61,7 +61,7 @@ def test_rows_between_devices_are_those_the_plan_counts(seed):
     whole = random_plan(rng, step, divide=False)
     layout = StepLayout(whole, 16)
     np.testing.assert_array_equal(rows_between(whole), layout.key_route.sent())
-    assert padded_rows(rows_between(whole)) == sum(step_needs(layout).key_route.rounds)
+    assert padded_rounds(whole).sum() == sum(step_needs(layout).key_route.rounds)
 
 
 @pytest.mark.parametrize("topology", [Topology(1, 8), Topology(2, 4), Topology(1, 6), Topology(4, 1)])
@@ -71,7 +71,7 @@ def test_relabelled_plans_are_as_balanced_and_pad_no_more(topology):
         plan = free_plan(rng, topology)
         found = relabel(problem_of(plan), plan)
         validate_plan(found)
-        assert padded_rows(rows_between(found)) <= padded_rows(rows_between(plan))
+        assert padded_rounds(found).sum() <= padded_rounds(plan).sum()
         for name in ("tokens", "attention_work", "rows", "rows_sent", "rows_across_machines"):
             mine, before = (getattr(x, name).reshape(-1, topology.devices_per_machine) for x in (found, plan))
             np.testing.assert_array_equal(np.sort(mine, 1), np.sort(before, 1))
@@ -91,7 +91,7 @@ def test_one_pair_that_sends_is_in_one_round():
 def test_traffic_is_the_padded_rows_where_exchanges_are_padded():
     plan = free_plan(np.random.default_rng(1), Topology(1, 8))
     exact = Links(flops_per_s=1e9, inside_bytes_per_s=1e9, across_bytes_per_s=1e9)
-    ratio = padded_rows(rows_between(plan)) / plan.rows_sent.max()
+    ratio = padded_rounds(plan).sum() / plan.rows_sent.max()
     assert ratio > 1
     exact_s, padded_s = exact.step_seconds(plan), PADDED.step_seconds(plan)
     assert padded_s.compute == exact_s.compute
@@ -99,6 +99,21 @@ def test_traffic_is_the_padded_rows_where_exchanges_are_padded():
     # Equal bags of all devices pad nothing.
     even = balance([160] * 8, range(8), num_devices=8, bags="g8n1", num_heads=8, cost=COST)
     assert PADDED.step_seconds(even) == exact.step_seconds(even)
+
+
+def test_a_plan_is_priced_from_one_table_of_rows_between_devices(monkeypatch):
+    plan, tables = free_plan(np.random.default_rng(1), Topology(1, 8)), []
+
+    def counted(plan):
+        tables.append(rows_between(plan))
+        return tables[-1]
+
+    monkeypatch.setattr("solver._padded_rows.rows_between", counted)
+    assert PADDED.price_s(plan) > PADDED.step_seconds(plan).exposed
+    assert len(tables) == 2  # one each
+    exact = Links(flops_per_s=1e9, inside_bytes_per_s=1e9, across_bytes_per_s=1e9)
+    assert exact.price_s(plan) == exact.step_seconds(plan).exposed
+    assert len(tables) == 2
 
 
 def _divides_queries(plan: BalancePlan) -> bool:

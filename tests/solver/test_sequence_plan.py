@@ -90,6 +90,96 @@ def test_groups_of_heads_hide_all_but_the_first_and_the_last_exchange():
     assert seconds(ULYSSES, shape=shape, head_groups=2) == expected
 
 
+# Machines of 4 devices: rings of 4 steps.
+WIDE = Topology(2, 4)
+AWARE, LONG = SequenceMesh(2, 1, 1, 4), SequenceShape(num_heads=2, head_dim=4, length=32, batch=1)
+
+
+def by_name(timeline):
+    """(start, stop) of the last event of each name."""
+    return {event.name: (event.start_s, event.stop_s) for event in timeline}
+
+
+def test_with_one_transfer_under_way_a_pull_hides_under_the_last_step_of_the_ring():
+    slow = slower(12)
+    step = 4 * 4 * 4 * 4  # of a part, 4 queries of a device to as many keys of 4 elements
+    pull = 12 * 4 * 4 * 2  # of as many rows
+    assert step < pull < 2 * pull < 4 * step
+    # Pull q, then k and v, and push o; nothing moves between machines beside the third of four attentions.
+    two = replace(slow, transfers_under_way=2)
+    assert seconds(AWARE, two, WIDE, LONG, head_groups=None) == LINEAR + 16 * step
+    one = seconds(AWARE, slow, WIDE, LONG, head_groups=None)
+    assert one == LINEAR + 3 * 3 * step + pull + 2 * pull + 4 * step + pull
+    timeline = by_name(layer_timeline(WIDE, LONG, AWARE, slow, head_groups=None))
+    last, _ = timeline["attention: q +0 to own k, v, step 4"]
+    assert timeline["pull q of machine +1"] == (last, last + pull)
+
+
+def test_a_ring_of_two_passes_on_before_the_pull():
+    """Its single step is no loop: with one transfer under way the pull spans both, and the step goes first."""
+    topology, mesh = Topology(2, 2), SequenceMesh(2, 1, 1, 2)
+    shape = replace(LONG, length=16)
+    timeline = by_name(layer_timeline(topology, shape, mesh, slower(8), head_groups=None))
+    passed = timeline["attention: q +0 to own k, v: keys and values go round"]
+    pulled = timeline["pull q of machine +1"]
+    first = timeline["attention: q +0 to own k, v, step 1"]
+    assert passed[1] == pulled[0] == first[0]
+    two = replace(slower(8), transfers_under_way=2)
+    timeline = by_name(layer_timeline(topology, shape, mesh, two, head_groups=None))
+    assert timeline["attention: q +0 to own k, v: keys and values go round"][0] == passed[0]
+    assert timeline["pull q of machine +1"][0] == passed[0]
+
+
+def test_of_two_exchanges_beside_a_group_of_heads_one_hides_at_a_time():
+    shape = replace(SHAPE, num_heads=6, head_dim=2)
+    group, there, back = ATTENTION / 2, 3 * 4 * 4 * 2 / 2, 4 * 4 * 2 / 2
+    assert there + back < group
+    linear = 24 * 4 * 12**2
+    one, two = (
+        seconds(ULYSSES, replace(TOY, transfers_under_way=n), shape=shape, head_groups=3) for n in (1, 2)
+    )
+    # Of three groups the middle one has the last keys to come and the first outputs to leave.
+    assert two == linear + there + 3 * group + back
+    assert one == two + there
+
+
+def test_puts_and_gets_are_not_limited():
+    timelines = [
+        layer_timeline(
+            WIDE,
+            LONG,
+            AWARE,
+            replace(slower(8), transfers_under_way=n),
+            head_groups=None,
+            one_sided=True,
+        )
+        for n in (1, 2)
+    ]
+    assert timelines[0] == timelines[1]
+
+
+def test_more_under_way_is_planned_with_where_it_is_sooner():
+    hardware = replace(A100_MACHINE, transfers_under_way=2)
+    case = Topology(4, 8), 24, 128, (65_536, 512)
+    plans = sequence_plans(*case, hardware=hardware)
+    assert {plan.transfers_under_way for plan in plans} == {1, 2}
+    one = plan_sequence_parallel(*case)
+    assert (plans[0].transfers_under_way, plans[0].layer_s < one.layer_s) == (2, True)
+    # What nothing runs beside needs no option.
+    assert all(plan.transfers_under_way == 1 for plan in plans if plan.algorithm == "ring")
+    assert plan_sequence_parallel(Topology(1, 8), 24, 128, 4_096, hardware=hardware).transfers_under_way == 1
+
+
+def test_a_transfer_is_paid_for_once():
+    """A pull beside four steps takes its processors from them once, however many it outlasts."""
+    greedy = replace(TOY, processors=4, communication_processors=1, transfers_under_way=2)
+    quiet = replace(greedy, communication_processors=0)
+    moved = [e for e in layer_timeline(WIDE, LONG, AWARE, quiet, head_groups=None) if e.lane != "compute"]
+    linked = sum(event.stop_s - event.start_s for event in moved)
+    found = (seconds(AWARE, hardware, WIDE, LONG, head_groups=None) for hardware in (greedy, quiet))
+    assert -0.001 < next(found) - next(found) <= linked / 4
+
+
 def test_two_sided_transfers_take_processors_from_attention():
     greedy = replace(TOY, processors=4, communication_processors=1)
     base = seconds(RING, replace(greedy, communication_processors=0))
@@ -216,7 +306,7 @@ HARDWARE = st.sampled_from([A100_MACHINE, H100_MACHINE])
 @settings(max_examples=60, deadline=None)
 @given(CASES, HARDWARE, st.booleans(), st.booleans())
 def test_never_slower_than_usp_and_timelines_are_sound(case, hardware, one_sided, cfg):
-    hardware = replace(hardware, one_sided=one_sided)
+    hardware = replace(hardware, one_sided=one_sided, transfers_under_way=2)
     best = plan_sequence_parallel(*case, cfg=cfg, hardware=hardware)
     two_sided = plan_sequence_parallel(*case, cfg=cfg, hardware=replace(hardware, one_sided=False))
     assert best.layer_s <= two_sided.layer_s <= best.usp_layer_s == two_sided.usp_layer_s
@@ -227,12 +317,25 @@ def test_never_slower_than_usp_and_timelines_are_sound(case, hardware, one_sided
         assert all(before.stop_s <= after.start_s for before, after in pairwise(events))
     if case[0].num_machines == 1:
         assert best.across_bytes == 0
+    one = plan_sequence_parallel(*case, cfg=cfg, hardware=replace(hardware, transfers_under_way=1))
+    assert best.layer_s <= one.layer_s
+
+
+@settings(max_examples=60, deadline=None)
+@given(CASES, HARDWARE, st.integers(1, 3))
+def test_no_more_transfers_than_allowed_are_under_way(case, hardware, most):
+    for plan in sequence_plans(*case, hardware=replace(hardware, transfers_under_way=most))[::7]:
+        # Parts of a transfer, which have one name, are one; steps of a ring, which have one too, follow each other.
+        moved = [event for event in plan.timeline if event.lane != "compute"]
+        for event in moved:
+            beside = {other.name for other in moved if other.start_s <= event.start_s < other.stop_s}
+            assert len(beside) <= plan.transfers_under_way <= most
 
 
 @settings(max_examples=60, deadline=None)
 @given(CASES, HARDWARE, st.sampled_from(["inside", "across"]), st.floats(1, 100))
 def test_more_bandwidth_is_never_slower(case, hardware, name, factor):
-    hardware = replace(hardware, one_sided=True)
+    hardware = replace(hardware, one_sided=True, transfers_under_way=2)
     link = getattr(hardware, name)
     faster = replace(hardware, **{name: replace(link, bytes_per_s=link.bytes_per_s * factor)})
     found = plan_sequence_parallel(*case, hardware=faster).layer_s
@@ -276,6 +379,7 @@ def test_bad_input(change, error, text):
         (LINK, {"two_sided_s": -1.0}, "two_sided_s finite and >= 0; got two_sided_s=-1.0"),
         (LINK, {"shared_by": 0}, "shared_by >= 1; got shared_by=0"),
         (TOY, {"flops_per_s": float("nan")}, "flops_per_s finite and > 0; got flops_per_s=nan"),
+        (TOY, {"transfers_under_way": 0}, "transfers_under_way >= 1; got transfers_under_way=0"),
         (TOY, {"linear": 2.0}, "linear <= 1; got linear=2.0"),
         (
             TOY,
