@@ -109,8 +109,8 @@ def _notes() -> str:
         """*Covered*, modelled and not measured: of the time of transfers between machines (400 Gbit/s a GPU) the part
         for which there is attention beside them, at the speed that the planner takes. In brackets with two transfers
         under way (`compiler_options={"xla_gpu_experimental_parallel_collective_overlap_limit": 2}` of `jax.jit`): a
-        pull of Torus then spans a whole turn of its inner ring, and not one step of it. A ring over all devices is
-        short of attention, as the planner says too.""",
+        pull of Torus then spans a whole turn of its inner ring, and not one step of it. The planner counts on the same
+        (`transfers_under_way`). A ring over all devices is short of attention, as the planner says too.""",
         """*MB sent*: by a device, mean over devices, of rows (10^6 bytes); segment ids that go round with their keys
         count. *Formula*: those of the docstrings. Torus' inner rings of the same keys share their first step, where the
         compiler sees it: all of a ring of two, and the first of each ring of the gradient.""",

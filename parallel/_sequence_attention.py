@@ -42,8 +42,7 @@ def sequence_attention(*, torus: bool = False, head_groups: int = 1) -> Callable
     advice = "1 exchanges all heads at once."
     head_groups = integer("sequence_attention", "head_groups", head_groups, least=1, advice=advice)
     if not torus:
-        axes = {"ulysses_axis": ULYSSES_AXES, "ring_axis": RING_AXES}
-        return partial(usp_attention, **axes, head_groups=head_groups)
+        return partial(usp_attention, ulysses_axis=ULYSSES_AXES, ring_axis=RING_AXES, head_groups=head_groups)
     if head_groups != 1:
         raise ValueError(
             f"sequence_attention: head_groups is 1 for Torus attention; got head_groups={head_groups}. Its transfers"

@@ -203,20 +203,22 @@ class Layer:
             others: start transfers that are to run beside the attention.
 
         Returns:
-            The last step, and the other transfers. They start with the first step; but of those that the steps of a
-            loop leave no room for (three members or more, whose steps but the last are one) with the last.
+            The last step, and the other transfers.
         """
         degree = self.mesh.ring_degree
         overlaps = self.hardware.ring_overlaps or self.one_sided
         most = self.timeline.most_under_way
+        # Steps of three members and more are a loop, but for the last: beside their own transfer there is room for
+        # one less than may be under way, and other transfers start with the last step. As XLA schedules it
+        # (`tests/aot/check_sequence.py` compares).
         early = len(others) if most is None or degree <= 2 else most - 1
         held, last, moved, others_s = list(after), -1, [], 0.0
         for step in range(degree):
             passes = step < degree - 1
             waits = held if last < 0 else [*held, last]
             sent = self._pass_on(piece, waits) if passes and overlaps else ()
-            starting = others[:early] * (step == 0) + others[early:] * (not passes)
-            new = [start() for start in starting]
+            now = [*(() if step else others[:early]), *(() if passes else others[early:])]
+            new = [start() for start in now]
             moved += new
             own_s, others_s = self._taken_s(sent), others_s + sum(map(self._taken_s, new))
             name = f"{piece.name}, step {step + 1}" if degree > 1 else piece.name

@@ -65,22 +65,22 @@ def test_axes_of_every_plan_lie_where_it_says(topology, cfg):
         assert machines_along(mesh, across + inside) == {apart}
 
 
-def test_plans_of_every_kind_compute_attention():
-    """One of each algorithm and way to cut the machines, on 4 machines of 2 devices that are CPUs."""
-    topology, heads = Topology(4, 2), 16
-    kinds = {}
-    for plan in sequence_plans(topology, heads, 8, 64, hardware=HARDWARE):
-        mesh = plan.mesh
-        cut = plan.algorithm, mesh.ulysses_across, min(plan.head_groups, 2), plan.transfers_under_way
-        kinds.setdefault(cut, plan)
-    assert ("topology_aware", 2, 1, 1) in kinds
-    assert ("torus", 4, 1, 2) in kinds
+@pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["two", "every kind"]
+)
+def test_plans_compute_attention(every):
+    """Of each algorithm and way to cut the machines, on 4 machines of 2 devices that are CPUs."""
+    heads, kinds = 16, {}
+    for plan in sequence_plans(Topology(4, 2), heads, 8, 64, hardware=HARDWARE):
+        kind = plan.algorithm, plan.mesh.ulysses_across, min(plan.head_groups, 2), plan.transfers_under_way
+        if not plan.one_sided:
+            kinds.setdefault(kind, plan)
+    some = [("topology_aware", 2, 2, 2), ("torus", 4, 1, 1)]
     rows = P(None, (*RING_AXES, *ULYSSES_AXES))
     arrays = [np.random.default_rng(i).normal(size=(1, 64, heads, 8)).astype(np.float32) for i in range(3)]
     wanted = jax.nn.dot_product_attention(*arrays)
-    for plan in kinds.values():
-        if plan.one_sided:
-            continue
+    for kind in kinds if every else some:
+        plan = kinds[kind]
         mesh = sequence_mesh(**plan.mesh_options)
         attention = sequence_attention(**plan.attention_options)
         attend = jax.shard_map(attention, mesh=mesh, in_specs=(rows,) * 3, out_specs=rows, check_vma=False)
