@@ -190,9 +190,10 @@ def cases() -> list[Case]:
 
 @dataclass(frozen=True, slots=True)
 class CompiledCase:
-    """Scheduled HLO of one device, and bytes of its temporaries."""
+    """Scheduled HLO of one device, of at most so many transfers under way, and bytes of its temporaries."""
 
     case: Case
+    transfers_under_way: int
     text: str
     temp_bytes: int
 
@@ -207,7 +208,7 @@ def compile_case(case: Case, gpu: Gpu, *, in_flight: int = 1) -> CompiledCase:
     program = _program(case, mesh)
     options = {"xla_gpu_experimental_parallel_collective_overlap_limit": in_flight}
     compiled: Any = jax.jit(program, compiler_options=options).lower(*_arguments(case, mesh)).compile()
-    return CompiledCase(case, compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes)
+    return CompiledCase(case, in_flight, compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes)
 
 
 def _arguments(case: Case, mesh: Mesh) -> list[Any]:

@@ -46,10 +46,11 @@ def section(readings: Sequence[Reading], two_in_flight: Mapping[Case, Reading], 
 
 def _lead(readings: Sequence[Reading]) -> str:
     torus = [r for r in readings if r.case.algorithm == TORUS]
-    hidden = sum(runs(r.across, hidden=True) for r in torus)
+    hidden, exposed = (sum(runs(r.across, hidden=x) for r in torus) for x in (True, False))
+    but = f"All but {exposed} of {hidden + exposed}" if exposed else f"All {hidden}"
     return paragraph(
-        f"""What XLA schedules between the start and the end of every transfer, read from {len(readings)} programs. All
-        {hidden} transfers between machines of Torus attention have attention under them, and all ring steps of ring
+        f"""What XLA schedules between the start and the end of every transfer, read from {len(readings)} programs.
+        {but} transfers between machines of Torus attention have attention under them, and all ring steps of ring
         attention and USP; of Ulysses in two groups all but the first and the last of a pass. Nothing gathers the
         sequence: what is gathered is segment ids (int32) and the output of a text that is whole on every device. A
         device sends what the formulas say, to the byte. None of this has run: it is what the compiler schedules."""
@@ -75,7 +76,7 @@ def _row(reading: Reading, two: Reading | None) -> list[str]:
         f"{d.ulysses_across} x {d.ulysses_inside}, {d.ring_across} x {d.ring_inside}",
         "with gradient" if reading.case.gradient else "forward",
         str(runs(reading.across, hidden=True)),
-        _exposed(reading.across),
+        _exposed(reading.across, permute="pull" if reading.case.algorithm == TORUS else "ring step"),
         covered,
         str(runs(reading.inside, hidden=True)),
         _exposed(reading.inside),
@@ -85,12 +86,12 @@ def _row(reading: Reading, two: Reading | None) -> list[str]:
     ]
 
 
-def _exposed(transfers: Sequence[Collective]) -> str:
-    """How many of which kind have no attention under them."""
+def _exposed(transfers: Sequence[Collective], *, permute: str = "ring step") -> str:
+    """How many of which kind have no attention under them; `permute` is what a permute is."""
     bare = [c for c in transfers if not is_hidden(c)]
     exchanges = runs(c for c in bare if c.kind == "all-to-all")
     steps = runs(c for c in bare if c.kind == "collective-permute")
-    counts = ((exchanges, "exchange"), (steps, "ring step"))
+    counts = ((exchanges, "exchange"), (steps, permute))
     texts = [f"{count} {what}{'s' if count > 1 else ''}" for count, what in counts if count]
     return " and ".join(texts) or "-"
 
@@ -102,7 +103,8 @@ def _notes() -> str:
         devices); 24 heads on 16 devices move and are computed as 32, 30 on 4 x 8 as 32, and the formulas count so.""",
         """*Hidden*, *exposed*: runs of transfers with and without attention between start and end. Between machines
         Ulysses leaves its first and its last exchange exposed, forward and again for the gradient: attention waits for
-        one, the other for attention. Torus and rings leave none.""",
+        one, the other for attention. Rings leave none, and Torus none but a pull of cotangents in one program, beside
+        whose attention the compiler has a step of the ring inside machines go round.""",
         """*Inside*: Ulysses inside a machine goes before the first pull and after the last push, exposed. With XLA's
         default of one transfer under way at a time, a step of Torus' inner ring gives way to the transfer between
         machines where both want the same attention.""",

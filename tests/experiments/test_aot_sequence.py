@@ -15,7 +15,7 @@ MESSAGES = ("transfers between machines are exposed", "every step of a ring", "b
 
 
 def reading(case, *transfers, aside=(), temp=0):
-    return Reading(case, temp, transfers, tuple(aside), 1.0)
+    return Reading(case, 1, temp, transfers, tuple(aside), 1.0)
 
 
 def collective(kind, traffic, num_bytes=0, *, hidden=True):
