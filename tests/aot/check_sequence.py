@@ -61,7 +61,7 @@ def test_two_groups_expose_the_first_and_the_last_exchange():
 
 def test_a_ring_of_two_hides_its_step():
     reading = read(Case(USP, TWO, FLUX_3072, False))
-    assert reading.degrees.ring_across == 2
+    assert reading.case.degrees.ring_across == 2
     assert (runs(reading.across), runs(reading.across, hidden=True)) == (1, 1)
 
 
