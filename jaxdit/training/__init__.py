@@ -6,7 +6,7 @@ from ._objectives import FlowMatching as FlowMatching
 from ._objectives import Objective as Objective
 from ._objectives import SamplerSettings as SamplerSettings
 from ._objectives import TextToImage as TextToImage
-from ._objectives import TimeShift as TimeShift
+from .._schedules import TimeShift as TimeShift
 from ._rows import HomeRows as HomeRows
 from ._rows import TokenRows as TokenRows
 from ._sample import SampleInputs as SampleInputs
