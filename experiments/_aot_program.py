@@ -182,7 +182,9 @@ class AbstractRun:
                 sampler.num_steps, np.zeros(plans.capacity.sequences, np.int32)
             )
             sampling = jax.tree.map(lambda x: _placed(x, replicated), table)
-            return SampleInputs(rows, *tables, sampling, num_image_tokens=counts, noise_ids=counts)
+            return SampleInputs(
+                rows, tables[0], tables[1], sampling, num_image_tokens=counts, noise_ids=counts
+            )
         digest = jax.ShapeDtypeStruct((num_devices, micro), np.int32, sharding=by_device)
         return StepInputs(rows, tables[0], num_image_tokens=counts, plan_digest=digest)
 

@@ -180,7 +180,7 @@ class DiffusionSchedule:
 
 
 def diffusion_schedule(betas: Float[np.ndarray, " t"]) -> DiffusionSchedule:
-    """The tables of a diffusion whose steps add these variances, each in (0, 1] (1 leaves no data: only the last may)."""
+    """The tables of a diffusion whose steps add these variances, below 1 (the last may be 1: it leaves no data)."""
     betas = np.asarray(betas, np.float64)
     return DiffusionSchedule(betas=betas, alphas_cumprod=np.cumprod(1 - betas))
 

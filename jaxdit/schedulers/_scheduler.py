@@ -80,9 +80,9 @@ class Scheduler:
             table = self.method(levels, data)
         if not np.all(np.isfinite(table.coefficients)):
             raise ValueError(
-                f"Scheduler: rows of pure noise, without signal, do not tell a model that predicts {self.prediction} the"
-                " data. Start at less noise, or sample with prediction='v_prediction', 'sample' or 'velocity' a model"
-                " trained so."
+                f"Scheduler: rows of pure noise, without signal, do not tell a model that predicts"
+                f" {self.prediction} the data. Start at less noise, or with a model of another prediction, such as"
+                " v_prediction."
             )
         return SamplingTable(
             table.time.astype(np.float32), table.coefficients.astype(np.float32), table.step.astype(np.int32)
@@ -94,7 +94,7 @@ class SamplerState(NamedTuple):
 
     Attributes:
         rows: at the level reached.
-        memory: what the method remembers. Of `euler` and `DPMSolver` it is the data that the last prediction stands for.
+        memory: what the method remembers. Of `euler` and `DPMSolver` it is the data that the last prediction means.
     """
 
     rows: Float[Array, "n c"]

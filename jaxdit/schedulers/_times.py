@@ -105,7 +105,8 @@ class FlowTimes:
         _check_num_steps(num_steps)
         last = self.first / num_steps if self.last is None else self.last
         even = np.linspace(self.first, last, num_steps)[:, None]
-        times = shift_time(np.broadcast_to(even, (num_steps, len(num_tokens))), self._mu(num_tokens))
+        even = np.broadcast_to(even, (num_steps, len(num_tokens)))
+        times = np.asarray(shift_time(even, self._mu(num_tokens)))
         if self.terminal is not None:
             if num_steps == 1:
                 raise ValueError(

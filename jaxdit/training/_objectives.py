@@ -221,7 +221,9 @@ class FlowMatching:
         time = sequence_times(context.step, ids, key=context.key)
         if self.time_std is not None:
             time = logit_normal_time(time, mean=self.time_mean, std=self.time_std)
-        return time if self.shift is None else shift_time(time, self.shift.mu(rows.num_image_tokens))
+        if self.shift is None:
+            return time
+        return jnp.asarray(shift_time(time, self.shift.mu(rows.num_image_tokens)))
 
     def loss(self, module: TextToImage, rows: TokenRows, context: Context) -> LossSums:
         """Weighted squared error of the velocity, summed over the rows here."""

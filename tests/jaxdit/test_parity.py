@@ -1,5 +1,5 @@
-"""Against diffusers' results, recorded by `make parity`: outputs and gradients of models, sequences packed against one by
-one, and samplers' tables and rows after every evaluation."""
+"""Against diffusers' results, recorded by `make parity`: outputs and gradients of models, sequences packed against one
+by one, and samplers' tables and rows after every evaluation."""
 
 from pathlib import Path
 

@@ -256,7 +256,7 @@ def test_bad_times_are_refused():
         FlowTimes(terminal=0.1).levels(1, TOKENS)
     falling = FlowTimes(shift=ResolutionShift(max_mu=-1.0, of_factor=True))
     falling.levels(2, np.array([1535]))
-    with pytest.raises(ValueError, match="shift must be positive and finite; .* at 1536 tokens"):
+    with pytest.raises(ValueError, match=r"shift must be positive and finite; .* at 1536 tokens"):
         falling.levels(2, np.array([4, 1536]))
     schedule = linear_schedule(50)
     for times in (FlowTimes(), DiffusionTimes(schedule=schedule), KarrasTimes(schedule=schedule)):
@@ -271,14 +271,14 @@ def test_bad_times_are_refused():
 
 
 def test_models_that_cannot_be_asked_are_refused():
-    with pytest.raises(ValueError, match="prediction must be one of velocity, .* got prediction='noise'"):
+    with pytest.raises(ValueError, match=r"prediction must be one of velocity, .* got prediction='noise'"):
         Scheduler(FlowTimes(), euler, "noise")
-    with pytest.raises(ValueError, match="heun: .* got levels of a diffusion"):
+    with pytest.raises(ValueError, match=r"heun: .* got levels of a diffusion"):
         Scheduler(DiffusionTimes(schedule=linear_schedule()), heun, "epsilon").table(3, TOKENS)
     silent = DiffusionTimes(schedule=diffusion_schedule(np.append(np.linspace(0.01, 0.5, 9), 1.0)))
     for method in (euler, DPMSolver()):
         Scheduler(silent, method, "v_prediction").table(3, TOKENS)
-        with pytest.raises(ValueError, match="rows of pure noise, .* predicts epsilon"):
+        with pytest.raises(ValueError, match=r"rows of pure noise, .* predicts epsilon"):
             Scheduler(silent, method, "epsilon").table(3, TOKENS)
 
 
