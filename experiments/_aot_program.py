@@ -177,7 +177,14 @@ class AbstractRun:
         counts = jax.ShapeDtypeStruct((*batches, plans.capacity.sequences), np.int32, sharding=replicated)
         rows, tables = jax.tree.map(everywhere, (rows, plans.tables))
         if self.requested.forward_only:
-            return SampleInputs(rows, tables[0], tables[1], num_image_tokens=counts, noise_ids=counts)
+            sampler = settings.sampler
+            table = settings.objective.scheduler(sampler.method).table(
+                sampler.num_steps, np.zeros(plans.capacity.sequences, np.int32)
+            )
+            sampling = jax.tree.map(lambda x: _placed(x, replicated), table)
+            return SampleInputs(
+                rows, tables[0], tables[1], sampling, num_image_tokens=counts, noise_ids=counts
+            )
         digest = jax.ShapeDtypeStruct((num_devices, micro), np.int32, sharding=by_device)
         return StepInputs(rows, tables[0], num_image_tokens=counts, plan_digest=digest)
 
@@ -188,7 +195,9 @@ class AbstractRun:
         )
         capacity = self.requested.plans.capacity
         if self.requested.forward_only:
-            sample: Any = make_sample_step(self.program, capacity, self.requested.settings.sampler)
+            sample: Any = make_sample_step(
+                self.program, capacity, guidance_scale=self.requested.settings.sampler.guidance_scale
+            )
             return sample.trace(self.state.all_ema, self.inputs, key)
         step: Any = make_train_step(self.program, capacity)
         return step.trace(self.state, self.inputs, key)

@@ -20,9 +20,10 @@ from experiments._data_components import encoded as encoded
 from experiments._data_components import folder as folder
 from experiments._data_components import quickstart as quickstart
 from experiments._data_components import synthetic as synthetic
-from jaxdit import ResolutionShift, SquareRootShift, euler_sample, heun_sample, linear_schedule
+from jaxdit import ResolutionShift, SquareRootShift, linear_schedule
 from jaxdit.encoders import ByteTextEncoder, PrecomputedText
 from jaxdit.models import DiT, DiTConfig, MMDiT, MMDiTConfig, dit_config
+from jaxdit.schedulers import DPMSolver, Method, euler, heun
 from jaxdit.training import DiffusionLoss, FlowMatching, Objective, SamplerSettings, TextToImage, TimeShift
 from jaxdit.weights import DEFAULT_TARGETS, Lora
 
@@ -259,8 +260,8 @@ def adamw(
 
 @gin.configurable(module="jaxdit")
 def sampler(num_steps: int = 28, guidance_scale: float = 1.0, method: str = "euler") -> SamplerSettings:
-    """How pictures are sampled; `method` "euler" or "heun" (a diffusion model is always sampled by DDIM)."""
-    methods = {"euler": euler_sample, "heun": heun_sample}
+    """How pictures are sampled; `method` "euler" (of a diffusion model: DDIM), "heun" (flows only) or "dpm++2m"."""
+    methods: dict[str, Method] = {"euler": euler, "heun": heun, "dpm++2m": DPMSolver()}
     if method not in methods:
         raise ValueError(f"sampler: method must be one of {', '.join(methods)}; got method={method!r}.")
     return SamplerSettings(num_steps, guidance_scale, methods[method])

@@ -157,7 +157,9 @@ class PictureSampler:
         capacity = self._grow(planner.needs(layout), planner.needs(without))
         inputs = self._inputs(index, requests, capacity, self._tables(capacity, layout, without))
         if capacity not in self._programs:
-            sample = make_sample_step(self._run.program, capacity, self._settings)
+            sample = make_sample_step(
+                self._run.program, capacity, guidance_scale=self._settings.guidance_scale
+            )
             name = f"pictures-{len(self._programs)}"
             self._programs[capacity] = compiled_together(sample, name, params, inputs, self._key)
         rows = self._programs[capacity](params, inputs, self._key)
@@ -222,10 +224,12 @@ class PictureSampler:
         padded = np.zeros((2, capacity.sequences), np.int32)
         padded[0, : len(requests)] = index.image_lengths
         padded[1, : len(requests)] = [request.noise_id for request in requests]
+        scheduler = run.settings.objective.scheduler(self._settings.method)
         return SampleInputs(
             rows=jax.tree.map(place, home_rows(data, capacity)),
             tables=tables[0],
             tables_without_text=tables[1],
+            sampling=jax.tree.map(replicate, scheduler.table(self._settings.num_steps, padded[0])),
             num_image_tokens=replicate(padded[0]),
             noise_ids=replicate(padded[1]),
         )

@@ -1,5 +1,6 @@
 """Settings of a run that can be refused before anything is made of them."""
 
+import numpy as np
 from flax import nnx
 
 from experiments._components import AdapterSpec, ModelSpec, OptimizerSpec, RunSettings
@@ -39,6 +40,9 @@ def check_settings(settings: RunSettings) -> None:
             " sharded layers are gathered and computed again in the backward pass."
         )
     _check_objective(settings)
+    with checking("train.sampler"):
+        scheduler = settings.objective.scheduler(settings.sampler.method)
+        scheduler.table(settings.sampler.num_steps, np.array([256]))
     _check_adapter(settings)
 
 

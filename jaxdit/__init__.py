@@ -1,4 +1,4 @@
-"""Diffusion transformers for mixed data: losses, samplers, and packages `models` and `encoders`."""
+"""Diffusion transformers for mixed data: losses, times, noise, and packages for all else."""
 
 from ._losses import LossSums as LossSums
 from ._losses import NoisedRows as NoisedRows
@@ -10,19 +10,15 @@ from ._losses import flow_velocity as flow_velocity
 from ._losses import split_learned_sigma as split_learned_sigma
 from ._random import sequence_times as sequence_times
 from ._random import token_noise as token_noise
-from ._samplers import classifier_free_guidance as classifier_free_guidance
-from ._samplers import ddim_sample as ddim_sample
-from ._samplers import euler_sample as euler_sample
-from ._samplers import heun_sample as heun_sample
 from ._schedules import DiffusionSchedule as DiffusionSchedule
 from ._schedules import ResolutionShift as ResolutionShift
 from ._schedules import SquareRootShift as SquareRootShift
+from ._schedules import TimeShift as TimeShift
+from ._schedules import diffusion_schedule as diffusion_schedule
 from ._schedules import diffusion_steps as diffusion_steps
-from ._schedules import flow_sigmas as flow_sigmas
 from ._schedules import linear_schedule as linear_schedule
 from ._schedules import logit_normal_time as logit_normal_time
 from ._schedules import shift_time as shift_time
-from ._schedules import spaced_steps as spaced_steps
 
 __all__ = [
     "DiffusionSchedule",
@@ -30,22 +26,18 @@ __all__ = [
     "NoisedRows",
     "ResolutionShift",
     "SquareRootShift",
-    "classifier_free_guidance",
-    "ddim_sample",
+    "TimeShift",
     "ddpm_loss",
     "ddpm_noised",
+    "diffusion_schedule",
     "diffusion_steps",
-    "euler_sample",
     "flow_matching_loss",
     "flow_noised",
-    "flow_sigmas",
     "flow_velocity",
-    "heun_sample",
     "linear_schedule",
     "logit_normal_time",
     "sequence_times",
     "shift_time",
-    "spaced_steps",
     "split_learned_sigma",
     "token_noise",
 ]

@@ -1,6 +1,11 @@
-"""Times of training and sampling: flow time drawn and shifted, and the tables of a discrete diffusion."""
+"""Times of training and sampling: flow time drawn and shifted, and the tables of a discrete diffusion.
 
+Shifts take arrays of JAX, in training, and of NumPy, of which samplers make their tables in float64.
+"""
+
+import math
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +16,19 @@ __all__ = [
     "DiffusionSchedule",
     "ResolutionShift",
     "SquareRootShift",
+    "TimeShift",
+    "diffusion_schedule",
     "diffusion_steps",
-    "flow_sigmas",
     "linear_schedule",
     "logit_normal_time",
     "shift_time",
-    "spaced_steps",
 ]
+
+AnyArray = jax.Array | np.ndarray
+
+
+def _numpy_of(x: Any) -> Any:
+    return np if isinstance(x, np.ndarray) else jnp
 
 
 def logit_normal_time(
@@ -43,33 +54,43 @@ def logit_normal_time(
     return jax.nn.sigmoid(mean + std * jax.scipy.special.ndtri(uniform))
 
 
-def shift_time(time: Float[Array, "*s"], mu: float | Float[Array, "*s"]) -> Float[Array, "*s"]:
+def shift_time(time: Float[AnyArray, "*s"], mu: float | Float[AnyArray, "..."]) -> Float[AnyArray, "*s"]:
     """Moves times towards noise: t' = e^mu / (e^mu + 1 / t - 1), with 0 and 1 fixed.
 
     A constant shift by the factor a, a t / (1 + (a - 1) t), is the same with mu = log(a).
 
     Args:
         time: times in [0, 1].
-        mu: logarithm of the shift, one for all or one per time; 0 changes nothing.
+        mu: logarithm of the shift, one for all or one per time (it may broadcast); 0 changes nothing.
 
     Returns:
         Shifted times.
 
     Reference: FLUX.1, `time_shift`; Esser et al., arXiv 2403.03206, equation 23.
     """
-    factor = jnp.exp(jnp.asarray(mu, jnp.float32))
+    factor = _numpy_of(time).exp(mu)
     return factor * time / (1 + (factor - 1) * time)
+
+
+@runtime_checkable
+class TimeShift(Protocol):
+    """A shift of flow times by size, such as `ResolutionShift`."""
+
+    def mu(self, num_tokens: Int[AnyArray, " s"]) -> Float[AnyArray, " s"]:
+        """The logarithmic shift of sequences with so many image tokens."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolutionShift:
-    """mu of `shift_time` as a linear function of a sequence's image tokens; the defaults are FLUX.1's.
+    """mu of `shift_time` by a linear function of a sequence's image tokens; the defaults are FLUX.1's.
 
     Attributes:
         base_tokens: tokens at which mu is `base_mu`.
         max_tokens: tokens at which mu is `max_mu`; the line goes on beyond both.
         base_mu: see above.
         max_mu: see above.
+        of_factor: whether the line is the factor e^mu instead (diffusers' time shift "linear"); it must be positive.
 
     Raises:
         ValueError: if the two token counts are equal.
@@ -79,6 +100,7 @@ class ResolutionShift:
     max_tokens: int = 4096
     base_mu: float = 0.5
     max_mu: float = 1.15
+    of_factor: bool = False
 
     def __post_init__(self) -> None:
         if self.base_tokens == self.max_tokens:
@@ -88,10 +110,11 @@ class ResolutionShift:
                 "Give a constant mu to shift_time instead."
             )
 
-    def mu(self, num_tokens: Int[Array, " s"]) -> Float[Array, " s"]:
+    def mu(self, num_tokens: Int[AnyArray, " s"]) -> Float[AnyArray, " s"]:
         """The logarithmic shift of sequences with so many image tokens."""
         slope = (self.max_mu - self.base_mu) / (self.max_tokens - self.base_tokens)
-        return slope * (num_tokens.astype(jnp.float32) - self.base_tokens) + self.base_mu
+        line = slope * (num_tokens - self.base_tokens) + self.base_mu
+        return _numpy_of(num_tokens).log(line) if self.of_factor else line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,45 +144,11 @@ class SquareRootShift:
                 f"base_tokens={self.base_tokens}, base_factor={self.base_factor}. A factor of 1 changes nothing."
             )
 
-    def mu(self, num_tokens: Int[Array, " s"]) -> Float[Array, " s"]:
+    def mu(self, num_tokens: Int[AnyArray, " s"]) -> Float[AnyArray, " s"]:
         """The logarithmic shift of sequences with so many image tokens (0 for one without)."""
-        tokens = num_tokens.astype(jnp.float32)
-        mu = jnp.log(self.base_factor) + 0.5 * jnp.log(jnp.maximum(tokens, 1.0) / self.base_tokens)
-        return jnp.where(tokens > 0, mu, 0.0)
-
-
-def flow_sigmas(
-    num_steps: int, mu: Float[Array, " s"], *, last: float | None = None
-) -> Float[Array, "steps_plus_1 s"]:
-    """Times at which a flow is sampled, from 1 (noise) to 0 (data), one column per sequence.
-
-    Equidistant from 1 to `last`, shifted by `shift_time`, then 0: the table of diffusers'
-    FlowMatchEulerDiscreteScheduler. With `last=None`, 1 / num_steps, it is what its FLUX.1 pipeline uses (mu
-    from `ResolutionShift`); its own default for a constant shift a, as in SD3, is mu = log(a) with
-    last = shift_time(0.001, mu).
-
-    Args:
-        num_steps: steps, at least 1.
-        mu: logarithmic shift of each sequence; zeros for none.
-        last: the last time before 0, unshifted, in (0, 1].
-
-    Returns:
-        Float32 times, strictly falling down each column.
-
-    Raises:
-        ValueError: for less than one step or `last` outside its range.
-    """
-    if num_steps < 1:
-        raise ValueError(f"flow_sigmas: num_steps must be at least 1; got num_steps={num_steps}. Try 28.")
-    last = 1 / num_steps if last is None else last
-    if not 0 < last <= 1:
-        raise ValueError(
-            f"flow_sigmas: last must be in (0, 1]; got last={last}. Leave it out for 1 / num_steps."
-        )
-    times = jnp.asarray(np.linspace(1.0, last, num_steps), jnp.float32)
-    columns = jnp.broadcast_to(times[:, None], (num_steps, mu.shape[0]))
-    shifted = shift_time(columns, jnp.broadcast_to(mu[None, :], columns.shape))
-    return jnp.concatenate([shifted, jnp.zeros((1, mu.shape[0]), jnp.float32)])
+        xp = _numpy_of(num_tokens)
+        mu = math.log(self.base_factor) + 0.5 * xp.log(xp.maximum(num_tokens, 1) / self.base_tokens)
+        return xp.where(num_tokens > 0, mu, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +179,12 @@ class DiffusionSchedule:
         return self.betas * (1 - self.alphas_cumprod_before) / (1 - self.alphas_cumprod)
 
 
+def diffusion_schedule(betas: Float[np.ndarray, " t"]) -> DiffusionSchedule:
+    """The tables of a diffusion whose steps add these variances, below 1 (the last may be 1: it leaves no data)."""
+    betas = np.asarray(betas, np.float64)
+    return DiffusionSchedule(betas=betas, alphas_cumprod=np.cumprod(1 - betas))
+
+
 def linear_schedule(num_steps: int = 1000) -> DiffusionSchedule:
     """Linear betas from 1e-4 to 0.02 (at 1000 steps; scaled by 1000 / num_steps otherwise), as DiT's.
 
@@ -207,38 +202,12 @@ def linear_schedule(num_steps: int = 1000) -> DiffusionSchedule:
     if num_steps < 21:
         raise ValueError(
             "linear_schedule: num_steps must be at least 21, or a beta reaches 1; got "
-            f"num_steps={num_steps}. Train with 1000 and sample with fewer by spaced_steps."
+            f"num_steps={num_steps}. Train with 1000 and sample with fewer."
         )
     scale = 1000 / num_steps
-    betas = np.linspace(scale * 1e-4, scale * 0.02, num_steps, dtype=np.float64)
-    return DiffusionSchedule(betas=betas, alphas_cumprod=np.cumprod(1 - betas))
+    return diffusion_schedule(np.linspace(scale * 1e-4, scale * 0.02, num_steps))
 
 
 def diffusion_steps(uniform: Float[Array, " s"], num_steps: int) -> Int[Array, " s"]:
     """Turns uniform numbers in (0, 1) into steps 0 .. num_steps - 1; the model's time is step / num_steps."""
     return jnp.minimum((uniform * num_steps).astype(jnp.int32), num_steps - 1)
-
-
-def spaced_steps(num_steps: int, num_kept: int) -> Int[np.ndarray, " kept"]:
-    """Steps that a shortened sampler visits: evenly spaced from the last to the first, both kept.
-
-    Args:
-        num_steps: steps of the schedule.
-        num_kept: steps to visit, 1 .. num_steps.
-
-    Returns:
-        Falling int32 steps. With one step, the last.
-
-    Raises:
-        ValueError: for a count outside its range.
-
-    Reference: Nichol & Dhariwal, arXiv 2102.09672, section 4.
-    """
-    if not 1 <= num_kept <= num_steps:
-        raise ValueError(
-            f"spaced_steps: num_kept must be in 1 .. num_steps; got num_kept={num_kept}, "
-            f"num_steps={num_steps}. Take fewer steps."
-        )
-    if num_kept == 1:
-        return np.array([num_steps - 1], np.int32)
-    return np.round(np.linspace(0, num_steps - 1, num_kept)).astype(np.int32)[::-1].copy()

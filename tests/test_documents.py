@@ -30,10 +30,10 @@ for number, source in enumerate(sys.stdin.read().split(chr(0))):
 """
 
 
-@pytest.mark.parametrize("name", ["sequence_parallel"])
-def test_code(name):
+@pytest.mark.parametrize(("name", "least"), [("sequence_parallel", 6), ("sampling", 2)])
+def test_code(name, least):
     blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / f"{name}.md").read_text(), re.M | re.S)
-    assert len(blocks) > 5
+    assert len(blocks) >= least
     command = [sys.executable, "-c", RUN]
     # Compiling is what takes time here.
     env = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}

@@ -16,7 +16,7 @@ the stacked leading axis):
 last, at input and output; the output has per pixel `channels` predictions and then `channels` variances.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,7 +39,7 @@ from ._layers import (
     zeros,
 )
 from ._rows import Attention, ImageLabelRows, LayerScan
-from ._scan import name_attention, run_layers, scan_layers
+from ._scan import name_attention, run_first_layer, run_layers, scan_layers
 
 __all__ = ["DiT", "position_embedding"]
 
@@ -63,6 +63,14 @@ def position_embedding(positions: Num[Array, "n 3"], width: int) -> Float[Array,
 def _step_of_time(time: Float[Array, " s"]) -> Float[Array, " s"]:
     """1000 * time on a grid of 1/4096: float32 rounds k / 1000, and this gives back exactly k."""
     return jnp.round(time.astype(jnp.float32) * (STEPS_PER_UNIT_TIME * 4096)) / 4096
+
+
+class _Embedded(NamedTuple):
+    """What blocks start from."""
+
+    img: Float[Array, "n d"]
+    cond: Float[Array, "s d"]
+    ids: Int[Array, " n"]
 
 
 class _Block(nnx.Module):
@@ -136,16 +144,39 @@ class DiT(nnx.Module):
         Returns:
             Float32 rows; padding rows are zero.
         """
-        layer_scan = scan_layers() if layer_scan is None else layer_scan
+        embedded = self.embed(rows)
+        return self.head(self.run_blocks(embedded, attention=attention, layer_scan=layer_scan), embedded)
+
+    def embed(self, rows: ImageLabelRows) -> _Embedded:
+        """What the blocks start from: rows `img` in the model's width, and what conditions them."""
         ids = rows.img_segment_ids
-        cond = self.condition(rows)
+        img = self.img_in(zero_padding_rows(rows.img, ids))
         position = position_embedding(rows.img_positions, self.config.width)
-        x = self.img_in(zero_padding_rows(rows.img, ids))
-        x = x + position.astype(x.dtype)
+        return _Embedded(img + position.astype(img.dtype), self.condition(rows), ids)
+
+    def run_blocks(
+        self, embedded: _Embedded, *, attention: Attention, layer_scan: LayerScan | None = None
+    ) -> Float[Array, "n d"]:
+        """Rows after all blocks."""
+        layer_scan = scan_layers() if layer_scan is None else layer_scan
 
         def apply(block: Any, x: Any, cond: Any) -> Any:
-            return block(x, cond, ids, attention)
+            return block(x, cond, embedded.ids, attention)
 
         # Every block applies SiLU before its modulation; it is the same for all, so it is done once.
-        x = run_layers(layer_scan, self.blocks, apply, x, nnx.silu(cond))
-        return self.final_layer(x, cond, ids)
+        return run_layers(layer_scan, self.blocks, apply, embedded.img, nnx.silu(embedded.cond))
+
+    def head(self, img: Float[Array, "n d"], embedded: _Embedded) -> Float[Array, "n c_out"]:
+        """Output rows from the rows after all blocks."""
+        return self.final_layer(img, embedded.cond, embedded.ids)
+
+    def first_input(self, embedded: _Embedded, *, layer_scan: LayerScan | None = None) -> Float[Array, "n d"]:
+        """The normed and modulated rows that the first block works on, float32; see `StepCache`."""
+        layer_scan = scan_layers() if layer_scan is None else layer_scan
+
+        def apply(block: Any, x: Any, cond: Any) -> Any:
+            mod = split_modulation(block.modulation(cond), 2)[0]
+            return norm_and_modulate(x, mod.shift, mod.scale, embedded.ids)
+
+        img = embedded.img.astype(jnp.float32)
+        return run_first_layer(layer_scan, self.blocks, apply, img, nnx.silu(embedded.cond))

@@ -54,7 +54,7 @@ from ._layers import (
 from ._mmdit_config import MMDiTConfig
 from ._rope import RopeTable, rope_table
 from ._rows import Attention, ImageTextRows, LayerScan
-from ._scan import name_attention, run_layers, scan_layers
+from ._scan import name_attention, run_first_layer, run_layers, scan_layers
 
 __all__ = ["MMDiT"]
 
@@ -75,6 +75,15 @@ class _Joint(NamedTuple):
     @property
     def ids(self) -> Int[Array, " n"]:
         return jnp.concatenate([self.txt_ids, self.img_ids])
+
+
+class _Embedded(NamedTuple):
+    """What blocks start from."""
+
+    img: Float[Array, "n_img d"]
+    txt: Float[Array, "n_txt d"]
+    cond: Float[Array, "s d"]
+    joint: _Joint
 
 
 class _QKV(NamedTuple):
@@ -223,14 +232,31 @@ class MMDiT(nnx.Module):
         Raises:
             ValueError: if guidance is missing for a model that embeds it, or given to one that does not.
         """
+        embedded = self.embed(rows)
+        return self.head(self.run_blocks(embedded, attention=attention, layer_scan=layer_scan), embedded)
+
+    def embed(self, rows: ImageTextRows) -> _Embedded:
+        """What the blocks start from: rows `img` and `txt` in the model's width, and what conditions them.
+
+        Raises:
+            ValueError: as calling the model does.
+        """
         _check_guidance(self.config, rows)
+        return _Embedded(
+            img=self.img_in(zero_padding_rows(rows.img, rows.img_segment_ids)),
+            txt=self.txt_in(zero_padding_rows(rows.txt, rows.txt_segment_ids)),
+            cond=self.condition(rows),
+            joint=_Joint(rows.txt_segment_ids, rows.img_segment_ids, self._rope(rows)),
+        )
+
+    def run_blocks(
+        self, embedded: _Embedded, *, attention: Attention, layer_scan: LayerScan | None = None
+    ) -> Float[Array, "n_img d"]:
+        """Image rows after all blocks."""
         layer_scan = scan_layers() if layer_scan is None else layer_scan
-        joint = _Joint(rows.txt_segment_ids, rows.img_segment_ids, self._rope(rows))
-        cond = self.condition(rows)
+        img, txt, cond, joint = embedded
         # Every block applies SiLU before its modulation; it is the same for all, so it is done once.
         consts = nnx.silu(cond)
-        txt = self.txt_in(zero_padding_rows(rows.txt, rows.txt_segment_ids))
-        img = self.img_in(zero_padding_rows(rows.img, rows.img_segment_ids))
 
         def apply(block: Any, carry: Any, consts: Any) -> Any:
             return block(carry, consts, joint, attention)
@@ -240,7 +266,27 @@ class MMDiT(nnx.Module):
         x = jnp.concatenate([txt, img])
         if self.single_blocks is not None:
             x = run_layers(layer_scan, self.single_blocks, apply, x, consts)
-        return self.final_layer(x[joint.num_txt :], cond, joint.img_ids)
+        return x[joint.num_txt :]
+
+    def head(self, img: Float[Array, "n_img d"], embedded: _Embedded) -> Float[Array, "n_img c_out"]:
+        """Output rows from the image rows after all blocks."""
+        return self.final_layer(img, embedded.cond, embedded.joint.img_ids)
+
+    def first_input(
+        self, embedded: _Embedded, *, layer_scan: LayerScan | None = None
+    ) -> Float[Array, "n_img d"]:
+        """The normed and modulated image rows that the first block works on, float32; see `StepCache`."""
+        layer_scan = scan_layers() if layer_scan is None else layer_scan
+        is_double = self.double_blocks is not None
+
+        def apply(block: Any, img: Any, consts: Any) -> Any:
+            modulation, parts = (block.img.modulation, 2) if is_double else (block.modulation, 1)
+            mod = split_modulation(modulation(consts), parts)[0]
+            return norm_and_modulate(img, mod.shift, mod.scale, embedded.joint.img_ids)
+
+        blocks = self.double_blocks if is_double else self.single_blocks
+        img = embedded.img.astype(jnp.float32)
+        return run_first_layer(layer_scan, blocks, apply, img, nnx.silu(embedded.cond))
 
     def _rope(self, rows: ImageTextRows) -> RopeTable:
         positions = jnp.concatenate([rows.txt_positions, rows.img_positions])

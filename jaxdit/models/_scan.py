@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ._rows import LayerScan
 
-__all__ = ["ATTENTION_NAME", "REMAT_POLICIES", "scan_layers"]
+__all__ = ["ATTENTION_NAME", "REMAT_POLICIES", "run_first_layer", "run_layers", "scan_layers"]
 
 ATTENTION_NAME = "attention"
 """`checkpoint_name` of attention outputs in the models. An attention whose backward needs more than its
@@ -90,3 +90,13 @@ def run_layers(
         return apply(nnx.merge(graph, params), carry, consts)
 
     return layer_scan(layer, nnx.to_pure_dict(state), carry, consts)
+
+
+def run_first_layer(
+    layer_scan: LayerScan, blocks: Any, apply: Callable[[Any, Any, Any], Any], carry: Any, consts: Any
+) -> Any:
+    """`run_layers` with the first of the stacked modules alone, however their parameters lie."""
+    graph, state = nnx.split(blocks)
+    return run_layers(
+        layer_scan, nnx.merge(graph, jax.tree.map(lambda x: x[:1], state)), apply, carry, consts
+    )

@@ -1,12 +1,13 @@
 """The training step: balanced, packed, with parameters replicated or fully sharded."""
 
+from .._schedules import TimeShift as TimeShift
 from ._objectives import Context as Context
 from ._objectives import DiffusionLoss as DiffusionLoss
 from ._objectives import FlowMatching as FlowMatching
 from ._objectives import Objective as Objective
 from ._objectives import SamplerSettings as SamplerSettings
+from ._objectives import SamplingContexts as SamplingContexts
 from ._objectives import TextToImage as TextToImage
-from ._objectives import TimeShift as TimeShift
 from ._rows import HomeRows as HomeRows
 from ._rows import TokenRows as TokenRows
 from ._sample import SampleInputs as SampleInputs
@@ -38,6 +39,7 @@ __all__ = [
     "Objective",
     "SampleInputs",
     "SamplerSettings",
+    "SamplingContexts",
     "StepInputs",
     "StepMetrics",
     "TextToImage",

@@ -19,17 +19,25 @@ from .._losses import (
     split_learned_sigma,
 )
 from .._random import sequence_times, token_noise
-from .._samplers import classifier_free_guidance, ddim_sample, euler_sample
 from .._schedules import (
     DiffusionSchedule,
+    TimeShift,
     diffusion_steps,
-    flow_sigmas,
     logit_normal_time,
     shift_time,
-    spaced_steps,
 )
 from ..encoders import TextRows
 from ..models import Attention, ImageLabelRows, ImageTextRows, LayerScan, rows_of_sequences
+from ..schedulers import (
+    DiffusionTimes,
+    FlowTimes,
+    Method,
+    SamplingTable,
+    Scheduler,
+    classifier_free_guidance,
+    euler,
+    integrate,
+)
 from ._rows import NO_LABEL, TokenRows
 
 # Where a prediction of the data is turned into a velocity in training, smaller times divide by this one.
@@ -59,14 +67,14 @@ class SamplerSettings:
     """How a model is sampled.
 
     Attributes:
-        num_steps: evaluations of the model (Heun takes two a step).
+        num_steps: steps; Heun evaluates the model twice in each but the last.
         guidance_scale: classifier-free guidance; 1 for none.
-        method: `euler_sample` or `heun_sample`; flows only, a diffusion is sampled by DDIM.
+        method: `euler` (of a diffusion: DDIM), `heun` (flows only) or `DPMSolver()` of `jaxdit.schedulers`.
     """
 
     num_steps: int = 28
     guidance_scale: float = 1.0
-    method: Callable[..., Any] = euler_sample
+    method: Method = euler
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:
@@ -83,30 +91,32 @@ class Objective(Protocol):
         """Summed loss of the rows here; the trainer adds up devices and normalises."""
         ...
 
+    def scheduler(self, method: Method) -> Scheduler:
+        """How a model trained so is sampled, by a method."""
+        ...
+
     def sample(
         self,
         module: Any,
         rows: TokenRows,
         noise: Float[Array, "n c"],
         contexts: "SamplingContexts",
-        settings: SamplerSettings,
+        guidance_scale: float,
     ) -> Float[Array, "n c"]:
         """Image rows sampled for the captions or labels in `rows`, from noise."""
         ...
 
 
-@runtime_checkable
-class TimeShift(Protocol):
-    """A shift of flow times by size, such as `ResolutionShift`."""
-
-    def mu(self, num_tokens: Int[Array, " s"]) -> Float[Array, " s"]:
-        """The logarithmic shift of sequences with so many image tokens."""
-        ...
-
-
 class SamplingContexts(NamedTuple):
-    """Contexts of the two branches of guidance: with the condition, and without it (its attention sees no text)."""
+    """What sampling needs beside rows.
 
+    Attributes:
+        table: of the objective's scheduler, for the batch.
+        conditional, unconditional: contexts of the two branches of guidance: with the condition, and without it (its
+            attention sees no text).
+    """
+
+    table: SamplingTable
     conditional: Context
     unconditional: Context
 
@@ -205,22 +215,15 @@ class FlowMatching:
                 f"FlowMatching: time_std must be positive; got time_std={self.time_std}. None makes times uniform."
             )
 
-    def velocity(
-        self, module: TextToImage, noised: Array, time: Array, rows: TokenRows, context: Context
-    ) -> Float[Array, "n c"]:
-        """The velocity that the module predicts at rows noised to a time per sequence, above 0."""
-        prediction = module.denoise(noised, time, rows, context, guidance=self.guidance)
-        if self.prediction == "velocity":
-            return prediction
-        return flow_velocity(prediction, noised, time, rows.img_segment_ids)
-
     def times(self, rows: TokenRows, context: Context) -> Float[Array, " s"]:
         """The training time of every sequence of the step."""
         ids = jnp.arange(rows.num_image_tokens.shape[0])
         time = sequence_times(context.step, ids, key=context.key)
         if self.time_std is not None:
             time = logit_normal_time(time, mean=self.time_mean, std=self.time_std)
-        return time if self.shift is None else shift_time(time, self.shift.mu(rows.num_image_tokens))
+        if self.shift is None:
+            return time
+        return jnp.asarray(shift_time(time, self.shift.mu(rows.num_image_tokens)))
 
     def loss(self, module: TextToImage, rows: TokenRows, context: Context) -> LossSums:
         """Weighted squared error of the velocity, summed over the rows here."""
@@ -241,29 +244,29 @@ class FlowMatching:
             prediction, velocity, rows.img_segment_ids, ones, row_weights=rows.img_loss_weight
         )
 
+    def scheduler(self, method: Method) -> Scheduler:
+        """Times evenly from noise to data, with the shift of training."""
+        return Scheduler(FlowTimes(shift=1.0 if self.shift is None else self.shift), method, self.prediction)
+
     def sample(
         self,
         module: TextToImage,
         rows: TokenRows,
         noise: Float[Array, "n c"],
         contexts: SamplingContexts,
-        settings: SamplerSettings,
+        guidance_scale: float,
     ) -> Float[Array, "n c"]:
-        """Integrates the flow from noise, guided by captions, with the shift of training."""
-        mu = jnp.zeros(rows.num_image_tokens.shape[0], jnp.float32)
-        if self.shift is not None:
-            mu = self.shift.mu(rows.num_image_tokens)
-        without = _without_text(rows)
+        """Integrates the flow from noise, guided by captions."""
 
         def branch(rows: TokenRows, context: Context) -> Callable[[Array, Array], Array]:
-            return lambda x, time: self.velocity(module, x, time, rows, context)
+            return lambda x, time: module.denoise(x, time, rows, context, guidance=self.guidance)
 
         denoise = classifier_free_guidance(
             branch(rows, contexts.conditional),
-            branch(without, contexts.unconditional),
-            settings.guidance_scale,
+            branch(_without_text(rows), contexts.unconditional),
+            guidance_scale,
         )
-        return settings.method(denoise, noise, flow_sigmas(settings.num_steps, mu), rows.img_segment_ids)
+        return integrate(denoise, noise, contexts.table, rows.img_segment_ids)
 
 
 def _of_local(values: Any, rows: TokenRows) -> Any:
@@ -338,15 +341,19 @@ class DiffusionLoss:
             channels=self.channels,
         )
 
+    def scheduler(self, method: Method) -> Scheduler:
+        """Evenly spaced steps, the last and the first among them."""
+        return Scheduler(DiffusionTimes(schedule=self.schedule), method, "epsilon")
+
     def sample(
         self,
         module: Any,
         rows: TokenRows,
         noise: Float[Array, "n c"],
         contexts: SamplingContexts,
-        settings: SamplerSettings,
+        guidance_scale: float,
     ) -> Float[Array, "n c"]:
-        """DDIM along evenly spaced steps, guided by labels."""
+        """Follows the noise prediction to data, guided by labels."""
         labels = _labels(rows)
         null = jnp.full_like(labels, module.config.num_classes)
 
@@ -360,15 +367,9 @@ class DiffusionLoss:
         denoise = classifier_free_guidance(
             branch(labels, contexts.conditional),
             branch(null, contexts.unconditional),
-            settings.guidance_scale,
+            guidance_scale,
         )
-        return ddim_sample(
-            denoise,
-            noise,
-            spaced_steps(self.schedule.num_steps, settings.num_steps),
-            schedule=self.schedule,
-            num_sequences=rows.num_image_tokens.shape[0],
-        )
+        return integrate(denoise, noise, contexts.table, rows.img_segment_ids)
 
     def _predict(
         self, module: Any, x: Array, time: Array, labels: Array, rows: TokenRows, context: Context

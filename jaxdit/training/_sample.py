@@ -13,7 +13,7 @@ from parallel import DATA_AXES, exchange
 from solver import BalancePlan, BalanceProblem, StepCapacity, plan_from_slices
 
 from .._random import token_noise
-from ._objectives import SamplerSettings, SamplingContexts
+from ._objectives import SamplingContexts
 from ._rows import image_route, to_token_layout
 from ._sharding import param_specs
 from ._step import DeviceModel, TrainProgram
@@ -26,6 +26,7 @@ class SampleInputs(NamedTuple):
         rows: `HomeRows`: captions or labels, and image rows whose values are ignored.
         tables: `StepTables` of the batch's plan.
         tables_without_text: tables of `plan_without_text`, for the unconditional branch.
+        sampling: `SamplingTable` of the objective's scheduler, a column for each sequence, replicated.
         num_image_tokens: (sequences,) replicated.
         noise_ids: (sequences,) replicated; names each sequence's noise, so that a picture does not depend on its batch.
     """
@@ -33,6 +34,7 @@ class SampleInputs(NamedTuple):
     rows: Any
     tables: Any
     tables_without_text: Any
+    sampling: Any
     num_image_tokens: Any
     noise_ids: Any
 
@@ -58,14 +60,14 @@ def plan_without_text(plan: BalancePlan) -> BalancePlan:
 
 
 def make_sample_step(
-    program: TrainProgram, capacity: StepCapacity, settings: SamplerSettings
+    program: TrainProgram, capacity: StepCapacity, *, guidance_scale: float = 1.0
 ) -> Callable[[Any, SampleInputs, Any], Float[Array, "d n c"]]:
     """The jitted sampling program for one capacity.
 
     Args:
         program: the run's program.
         capacity: sizes of the batch's arrays.
-        settings: steps, guidance, method.
+        guidance_scale: classifier-free guidance; 1 for none.
 
     Returns:
         `sample(params, inputs, key)` to image rows in home layout, (devices, home rows, channels), sharded over
@@ -81,10 +83,12 @@ def make_sample_step(
         names = jnp.concatenate([jnp.zeros(1, jnp.int32), inputs.noise_ids + 1])[rows.img_segment_ids]
         noise = token_noise(0, names, rows.img_token_index, rows.img.shape[1], key=key)
         contexts = SamplingContexts(
+            table=inputs.sampling,
             conditional=device_model.context(tables, 0, key),
             unconditional=device_model.context(without, 0, key),
         )
-        sampled = program.objective.sample(device_model.module(params), rows, noise, contexts, settings)
+        module = device_model.module(params)
+        sampled = program.objective.sample(module, rows, noise, contexts, guidance_scale)
         back = image_route(tables, capacity).reversed
         return exchange(sampled, back, axis_name=DATA_AXES)[None]
 
@@ -95,7 +99,7 @@ def make_sample_step(
             mesh=program.mesh,
             in_specs=(
                 param_specs(device_model.axes),
-                SampleInputs(by_device, by_device, by_device, P(), P()),
+                SampleInputs(by_device, by_device, by_device, P(), P(), P()),
                 P(),
             ),
             out_specs=by_device,

@@ -55,10 +55,10 @@ def _compiled_config():
 
 
 def _shared(make, kind):
-    def made(first, *rest):
-        key = (kind, _compiled_config(), str(rest))
+    def made(first, *rest, **options):
+        key = (kind, _compiled_config(), str((rest, options)))
         if key not in _programs:
-            _programs[key] = make(first, *rest)
+            _programs[key] = make(first, *rest, **options)
         return _programs[key]
 
     return made

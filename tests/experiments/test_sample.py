@@ -146,7 +146,7 @@ def test_a_picture_does_not_depend_on_the_devices(trained, opened, devices):
         (["--prompt", "a", "--size", "32x41"], "width must be a multiple of 8; got width=41. Try 40."),
         (["--prompt", "a", "--size", "0x8"], "height must be a multiple of 8"),
         (["--prompt", "a", "--frames", "0"], "frames must be a multiple of 1"),
-        (["--prompt", "a", "--set", "sampler.method=rk4"], "method must be one of euler, heun"),
+        (["--prompt", "a", "--set", "sampler.method=rk4"], "method must be one of euler, heun, dpm++2m"),
         (["--prompt", "a", "--set", "text_to_image.width=64"], "axes_dim"),
         (["--prompt", "a", "--set", "text_to_image.num_single_blocks=3"], "is of another model"),
         (["--prompt", "a", "--set", "sampler.steps=3"], "the closest known is 'sampler.num_steps'"),

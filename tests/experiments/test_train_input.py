@@ -230,6 +230,7 @@ def test_synthetic_data(refused, changes, parts):
         ({"synthetic__max_text": 10}, ["has no place for text"]),
         ({"train__objective": "@flow_matching()"}, ["diffusion for class_to_image"]),
         ({"diffusion__channels": 4}, ["diffusion.channels must be class_to_image.channels"]),
+        ({"sampler__method": "heun"}, ["train.sampler: heun: ", "got levels of a diffusion", "DPMSolver"]),
         ({"class_to_image__name": "DiT-S/3"}, ["DiT-S/3", "DiT-XL/2"]),
         ({"class_to_image__name": "DiT-S/8"}, ["channels per image row", "channels=192"]),
     ],

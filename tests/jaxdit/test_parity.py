@@ -1,4 +1,5 @@
-"""Against diffusers' results, recorded by `make parity`: outputs and gradients, sequences packed against one by one."""
+"""Against diffusers' results, recorded by `make parity`: outputs and gradients of models, sequences packed against one
+by one, and samplers' tables and rows after every evaluation."""
 
 from pathlib import Path
 
@@ -7,6 +8,8 @@ from safetensors.numpy import load_file
 
 from tests.parity.cases import CASES
 from tests.parity.ours import bounds_of, errors, run_ours, write_checkpoint
+from tests.parity.scheduler_cases import SCHEDULER_CASES
+from tests.parity.scheduler_ours import SCHEDULER_BOUNDS, scheduler_errors
 
 RECORDED = Path(__file__).parents[1] / "data" / "parity"
 
@@ -16,3 +19,12 @@ def test_recorded_results_of_diffusers(case, tmp_path):
     write_checkpoint(case, tmp_path)
     found = errors(run_ours(case, tmp_path), load_file(RECORDED / f"{case.name}.safetensors"))
     assert all(found[group] <= bound for group, bound in bounds_of(case).items()), found
+
+
+@pytest.mark.parametrize("case", SCHEDULER_CASES, ids=lambda case: case.name)
+def test_samplers_go_where_those_of_diffusers_go(case):
+    recorded = load_file(RECORDED / "schedulers.safetensors")
+    prefix = f"{case.name}."
+    reference = {k.removeprefix(prefix): x for k, x in recorded.items() if k.startswith(prefix)}
+    found = scheduler_errors(case, reference)
+    assert all(found[group] <= bound for group, bound in SCHEDULER_BOUNDS.items()), found

@@ -32,6 +32,9 @@ from tests.parity.reference import (
     run_reference,
     run_reference_with_adapters,
 )
+from tests.parity.scheduler_cases import SCHEDULER_CASES
+from tests.parity.scheduler_ours import SCHEDULER_BOUNDS, scheduler_errors
+from tests.parity.scheduler_reference import run_reference_scheduler
 
 _ROOT = Path(__file__).parents[2]
 _LOG = logging.getLogger("parity")
@@ -72,6 +75,14 @@ def _compare_adapters(case: Case, folder: Path, config: Any) -> dict[str, float]
     return {"output": float(max(worst))}
 
 
+def _compare_schedulers() -> dict[str, dict[str, float]]:
+    """The largest errors of every scheduler, after recording what the reference gave."""
+    references = {case.name: run_reference_scheduler(case) for case in SCHEDULER_CASES}
+    recorded = {f"{name}.{key}": x for name, found in references.items() for key, x in found.items()}
+    save_file(recorded, _ROOT / "tests/data/parity/schedulers.safetensors")
+    return {case.name: scheduler_errors(case, references[case.name]) for case in SCHEDULER_CASES}
+
+
 def main() -> int:
     """Compare all cases.
 
@@ -95,8 +106,15 @@ def main() -> int:
             found["bfloat16"][k] > _BF16_FACTOR * found["reference_bfloat16"][k] for k in found["bfloat16"]
         ):
             failed.append(f"{case.name} in bfloat16")
+    schedulers = _compare_schedulers()
+    _LOG.info("schedulers %s", json.dumps(schedulers))
+    failed += [
+        f"scheduler {name}"
+        for name, found in schedulers.items()
+        if any(found[k] > bound for k, bound in SCHEDULER_BOUNDS.items())
+    ]
     versions = {"diffusers": diffusers.__version__, "torch": torch.__version__, "jax": jax.__version__}
-    text = json.dumps({"versions": versions, "cases": results}, indent=1)
+    text = json.dumps({"versions": versions, "cases": results, "schedulers": schedulers}, indent=1)
     (_ROOT / "docs/parity.json").write_text(text + "\n", encoding="utf-8")
     if failed:
         _LOG.error("above the bound: %s", ", ".join(failed))

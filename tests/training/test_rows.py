@@ -1,5 +1,7 @@
 """Rows on a device and objectives on them, without a mesh."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,7 +9,8 @@ from flax import nnx
 
 from jaxdit import flow_noised
 from jaxdit.encoders import ByteTextEncoder
-from jaxdit.training import Context, FlowMatching, TextToImage, TokenRows
+from jaxdit.schedulers import FlowTimes, euler
+from jaxdit.training import Context, FlowMatching, SamplingContexts, TextToImage, TokenRows
 
 
 def rows_of(ids, sequences, num_sequences, channels=4):
@@ -59,7 +62,11 @@ def test_an_exact_prediction_of_the_data_has_no_loss_and_the_last_step_lands_on_
     assert float(objective.loss(Oracle(rows.img + 0.1), rows, context).total) > 0
     times = jnp.full(3, time)
     noised = flow_noised(rows.img, noise, times, rows.img_segment_ids)
-    landed = noised - time * objective.velocity(exact, noised, times, rows, context)
+    scheduler = objective.scheduler(euler)
+    table = dataclasses.replace(scheduler, times=FlowTimes(first=time)).table(1, np.ones(3, np.int32))
+    np.testing.assert_allclose(table.time, times[None])
+    contexts = SamplingContexts(table, context, context)
+    landed = objective.sample(exact, rows, noised, contexts, 1.0)
     real = np.flatnonzero(rows.img_segment_ids)
     np.testing.assert_allclose(landed[real], rows.img[real], atol=1e-6)
 
