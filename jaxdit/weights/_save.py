@@ -83,8 +83,8 @@ def save_params(
     """
     if type(config) not in _ORIGINAL_NAMES:
         raise WeightsError(
-            f"save_params: config must be of a MMDiT or DiT; got a {type(config).__name__}. Text encoders are frozen:"
-            " take the files they came in."
+            f"save_params: text encoders, which are frozen, are not written; got a {type(config).__name__}. Take the"
+            " files they came in."
         )
     folder = shared_target(folder)
     table, dtype = table_for(config, form.layout), _DTYPES[form.dtype]

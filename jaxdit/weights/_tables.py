@@ -1,7 +1,7 @@
 """The layout of a checkpoint: which table of names it follows, told from its names or chosen for saving."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -17,16 +17,15 @@ from ._configs import ModelConfig
 from ._files import TensorFiles, WeightsError
 from ._names import TensorTable, leaves_of
 
-__all__ = ["LAYOUTS", "abstract_params", "check_params", "table_for", "table_of_files", "with_positions"]
+__all__ = ["abstract_params", "check_params", "table_for", "table_of_files", "with_positions"]
 
-LAYOUTS = ("diffusers", "original")
 _MODELS: dict[type, Callable[..., nnx.Module]] = {
     MMDiTConfig: MMDiT,
     DiTConfig: DiT,
     T5Config: T5Encoder,
     ClipTextConfig: ClipTextEncoder,
 }
-_TABLES: dict[type, dict[str, Callable[[Any, Any], TensorTable]]] = {
+_TABLES: dict[type, Mapping[str, Callable[[Any, Any], TensorTable]]] = {
     MMDiTConfig: {"diffusers": _flux.diffusers_table, "original": _flux.original_table},
     DiTConfig: {"diffusers": _dit.diffusers_table, "original": _dit.original_table},
     T5Config: _text.T5_TABLES,

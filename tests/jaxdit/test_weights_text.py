@@ -182,5 +182,7 @@ def test_variants_beside_one_another_must_be_named(written):
 def test_they_are_not_written(written, tmp_path):
     folder = written(CLIP)
     config = read_config(folder)
-    with pytest.raises(WeightsError, match="must be of a MMDiT or DiT; got a ClipTextConfig"):
+    with pytest.raises(
+        WeightsError, match="text encoders, which are frozen, are not written; got a ClipTextConfig"
+    ):
         save_params.__wrapped__(tmp_path / "a", load_params(folder, config), config)
