@@ -45,7 +45,7 @@ test: lint
 test-all: lint
 	$(PYTEST) $(ARGS)
 
-# Compares with diffusers in an environment of its own, since torch is large: its CPU build if an index offers one.
+# Compares with diffusers and transformers in an environment of its own: torch is large. Its CPU build if there is one.
 parity: $(VENV_PARITY)/.installed
 	$(VENV_PARITY)/bin/python -m tests.parity
 
@@ -56,7 +56,7 @@ bench-torch: $(VENV_PARITY)/.installed
 $(VENV_PARITY)/.installed: pyproject.toml
 	test -x $(VENV_PARITY)/bin/python || $(PYTHON) -m venv $(VENV_PARITY)
 	$(VENV_PARITY)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(VENV_PARITY)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu]' diffusers accelerate peft
+	$(VENV_PARITY)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu]' diffusers accelerate peft transformers
 	touch $@
 
 bench: setup-dev

@@ -1,5 +1,7 @@
 """Encoders: captions to text rows and pooled vectors, pixels to image rows."""
 
+from ._clip_text import ClipTextEncoder as ClipTextEncoder
+from ._clip_text import ClipTextFeatures as ClipTextFeatures
 from ._patches import PixelPatches as PixelPatches
 from ._patches import patch_grid as patch_grid
 from ._patches import patch_positions as patch_positions
@@ -10,21 +12,39 @@ from ._protocol import ImageEncoder as ImageEncoder
 from ._protocol import TextEncoder as TextEncoder
 from ._protocol import TextFeatures as TextFeatures
 from ._protocol import TextRows as TextRows
+from ._t5 import T5Encoder as T5Encoder
 from ._text import TOKEN_BYTES as TOKEN_BYTES
 from ._text import ByteTextEncoder as ByteTextEncoder
 from ._text import PrecomputedText as PrecomputedText
 from ._text import byte_tokens as byte_tokens
+from ._text_config import CLIP_L as CLIP_L
+from ._text_config import T5_XXL as T5_XXL
+from ._text_config import ClipTextConfig as ClipTextConfig
+from ._text_config import T5Config as T5Config
+from ._tokenizer import Tokenizer as Tokenizer
+from ._tokenizer import TokenizerError as TokenizerError
+from ._tokenizer import Tokens as Tokens
 
 __all__ = [
+    "CLIP_L",
+    "T5_XXL",
     "TOKEN_BYTES",
     "ByteTextEncoder",
+    "ClipTextConfig",
+    "ClipTextEncoder",
+    "ClipTextFeatures",
     "Grid",
     "ImageEncoder",
     "PixelPatches",
     "PrecomputedText",
+    "T5Config",
+    "T5Encoder",
     "TextEncoder",
     "TextFeatures",
     "TextRows",
+    "Tokenizer",
+    "TokenizerError",
+    "Tokens",
     "byte_tokens",
     "patch_grid",
     "patch_positions",

@@ -1,4 +1,4 @@
-"""A model's shape as diffusers writes it: config.json."""
+"""A model's shape as diffusers, or for a text encoder transformers, writes it: config.json."""
 
 import json
 import math
@@ -8,13 +8,17 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from ..encoders import ClipTextConfig, T5Config
 from ..models import DiTConfig, MMDiTConfig
+from . import _text
 from ._files import WeightsError
 
 __all__ = ["CONFIG_NAME", "config_json", "read_config"]
 
 CONFIG_NAME = "config.json"
-ModelConfig = MMDiTConfig | DiTConfig
+_PIPELINE_NAME = "model_index.json"
+BackboneConfig = MMDiTConfig | DiTConfig
+ModelConfig = BackboneConfig | T5Config | ClipTextConfig
 
 _FLUX_CLASS = "FluxTransformer2DModel"
 _DIT_CLASS = "DiTTransformer2DModel"
@@ -63,7 +67,7 @@ _DIT_IGNORED = ("dropout", "norm_num_groups", "sample_size", "upcast_attention")
 
 
 def read_config(path: str | os.PathLike[str], *, compute_dtype: str = "bfloat16") -> ModelConfig:
-    """The model of a diffusers folder's config.json.
+    """The model of a config.json: of a transformer in diffusers' layout, or a text encoder in transformers'.
 
     A DiT of diffusers differs from the original in two numbers, which the config returned here follows: the frequencies
     of the time embedding (`time_frequency_shift` 1) and the epsilon of the norm before the MLP.
@@ -75,7 +79,38 @@ def read_config(path: str | os.PathLike[str], *, compute_dtype: str = "bfloat16"
     Raises:
         WeightsError: for another class of model, or one whose computation differs.
     """
-    path = Path(path)
+    path, values = _read_json(Path(path))
+    # transformers has a list of classes that the weights are of.
+    name = values.get("_class_name", values.get("architectures"))
+    try:
+        if name == _FLUX_CLASS:
+            return _flux(_checked(path, values, _FLUX_DEFAULTS, _FLUX_FIXED), compute_dtype)
+        # Older files have the class of all transformers on images.
+        if name == _DIT_CLASS or (
+            name == "Transformer2DModel" and values.get("norm_type") == "ada_norm_zero"
+        ):
+            return _dit(_checked(path, values, _DIT_DEFAULTS, _DIT_FIXED), compute_dtype)
+        if name == [_text.T5_CLASS]:
+            return _text.t5(_known(path, values, _text.T5_DEFAULTS), compute_dtype)
+        if name == [_text.CLIP_CLASS]:
+            return _text.clip(_known(path, values, _text.CLIP_DEFAULTS), compute_dtype)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, WeightsError):
+            raise
+        raise WeightsError(f"{path}: {error}") from error
+    raise WeightsError(
+        f"{path}: _class_name must be {_FLUX_CLASS} or {_DIT_CLASS}, or architectures [{_text.T5_CLASS}] or "
+        f"[{_text.CLIP_CLASS}]; got {name!r:.100}."
+    )
+
+
+def _read_json(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The file, and what it holds."""
+    if (path / _PIPELINE_NAME).is_file() and not (path / CONFIG_NAME).exists():
+        raise WeightsError(
+            f"{path} is a pipeline of several models and has no {CONFIG_NAME}. Give the folder of one of them: "
+            "transformer, text_encoder or text_encoder_2."
+        )
     path = path / CONFIG_NAME if path.is_dir() else path
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -85,20 +120,12 @@ def read_config(path: str | os.PathLike[str], *, compute_dtype: str = "bfloat16"
         ) from error
     if not isinstance(values, dict):
         raise WeightsError(f"{path} must hold a JSON object; got {type(values).__name__}.")
-    name = values.get("_class_name")
-    try:
-        if name == _FLUX_CLASS:
-            return _flux(_checked(path, values, _FLUX_DEFAULTS, _FLUX_FIXED), compute_dtype)
-        # Older files have the class of all transformers on images.
-        if name == _DIT_CLASS or (
-            name == "Transformer2DModel" and values.get("norm_type") == "ada_norm_zero"
-        ):
-            return _dit(_checked(path, values, _DIT_DEFAULTS, _DIT_FIXED), compute_dtype)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, WeightsError):
-            raise
-        raise WeightsError(f"{path}: {error}") from error
-    raise WeightsError(f"{path}: _class_name must be {_FLUX_CLASS} or {_DIT_CLASS}; got {name!r}.")
+    return path, values
+
+
+def _known(path: Path, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that have defaults; transformers writes out many more that these encoders do not depend on."""
+    return _checked(path, {name: value for name, value in values.items() if name in defaults}, defaults, {})
 
 
 def check_config(path: str | os.PathLike[str], config: ModelConfig) -> None:
@@ -200,7 +227,7 @@ def _dit(values: Mapping[str, Any], compute_dtype: str) -> DiTConfig:
     )
 
 
-def config_json(config: ModelConfig, *, sample_size: int) -> str:
+def config_json(config: BackboneConfig, *, sample_size: int) -> str:
     """The text of config.json with which diffusers makes this model.
 
     Args:

@@ -94,8 +94,8 @@ class TensorFiles:
                 found.update(file.metadata() or {})
         return found
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Compare with what a model needs.
+    def check(self, shapes: Mapping[str, tuple[int, ...]], *, unread: frozenset[str] = frozenset()) -> None:
+        """Compare with what a model needs; there may be `unread` tensors beside it.
 
         Raises:
             WeightsError: naming what is missing, not of the model, of another shape, or of a dtype that is no float.
@@ -107,7 +107,9 @@ class TensorFiles:
         problems = {
             "missing": [f"{name} {list(shape)}" for name, shape in shapes.items() if name not in found],
             "not of this model": [
-                f"{name} {list(info.shape)}" for name, info in found.items() if name not in shapes
+                f"{name} {list(info.shape)}"
+                for name, info in found.items()
+                if name not in shapes and name not in unread
             ],
             "of another shape": [
                 f"{name} {list(found[name].shape)}, needs {list(shapes[name])}" for name in wrong

@@ -43,7 +43,7 @@ def load_params(
     shardings: Any = None,
     dtype: Any = jnp.float32,
 ) -> dict[str, Any]:
-    """Load a FLUX.1 or DiT checkpoint, in diffusers' or the original names, as a model's parameters.
+    """Load a FLUX.1 or DiT checkpoint, in diffusers' or the original names, or a text encoder, as a model's parameters.
 
     Global arrays. Each process reads every tensor, at most 8 MiB at a time, and keeps what its devices hold, so host
     memory beyond the shards stays below a few such pieces. Nothing is loaded before names, shapes and dtypes of all
@@ -51,7 +51,7 @@ def load_params(
 
     Args:
         path: a safetensors file, an index of several, or the folder that holds them.
-        config: of the model; for a diffusers folder `read_config` gives it.
+        config: of the model; for a folder with a config.json `read_config` gives it.
         shardings: shardings like the parameters (nested dicts); by default all on the first device.
         dtype: of the parameters.
 

@@ -74,11 +74,13 @@ class TensorTable:
         pieces: of all tensors, in the order of the rules; pieces of a tensor are neighbours.
         patches: for tensors that are convolutions, the edge and channels of the patch.
         constants: tensors that are no parameters here but must have these values, such as a fixed table of positions.
+        unread: names of tensors that may be there and do not matter.
     """
 
     pieces: tuple[Piece, ...]
     patches: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     constants: Mapping[str, np.ndarray] = field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

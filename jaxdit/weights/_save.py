@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..models import DiTConfig, MMDiTConfig
-from ._configs import CONFIG_NAME, ModelConfig, check_sample_size, config_json
+from ._configs import CONFIG_NAME, BackboneConfig, ModelConfig, check_sample_size, config_json
 from ._files import WEIGHTS_NAME, WeightsError
 from ._names import Piece, TensorTable, leaf_at
 from ._tables import check_params, table_for, with_positions
@@ -61,7 +61,7 @@ _DIFFUSERS = SaveFormat()
 def save_params(
     folder: str | os.PathLike[str],
     params: Any,
-    config: ModelConfig,
+    config: BackboneConfig,
     form: SaveFormat = _DIFFUSERS,
 ) -> None:
     """Save parameters in safetensors, in diffusers' layout (with config.json) or under the original names.
@@ -81,6 +81,11 @@ def save_params(
             if the first fails.
         OSError: on the process that writes, if the system refuses.
     """
+    if type(config) not in _ORIGINAL_NAMES:
+        raise WeightsError(
+            f"save_params: text encoders, which are frozen, are not written; got a {type(config).__name__}. Take the"
+            " files they came in."
+        )
     folder = shared_target(folder)
     table, dtype = table_for(config, form.layout), _DTYPES[form.dtype]
     others = {}
