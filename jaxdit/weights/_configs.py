@@ -8,13 +8,16 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from ..encoders import AutoencoderKLConfig
 from ..models import DiTConfig, MMDiTConfig
+from . import _autoencoder
 from ._files import WeightsError
 
 __all__ = ["CONFIG_NAME", "config_json", "read_config"]
 
 CONFIG_NAME = "config.json"
-ModelConfig = MMDiTConfig | DiTConfig
+BackboneConfig = MMDiTConfig | DiTConfig
+ModelConfig = BackboneConfig | AutoencoderKLConfig
 
 _FLUX_CLASS = "FluxTransformer2DModel"
 _DIT_CLASS = "DiTTransformer2DModel"
@@ -94,11 +97,17 @@ def read_config(path: str | os.PathLike[str], *, compute_dtype: str = "bfloat16"
             name == "Transformer2DModel" and values.get("norm_type") == "ada_norm_zero"
         ):
             return _dit(_checked(path, values, _DIT_DEFAULTS, _DIT_FIXED), compute_dtype)
+        if name == _autoencoder.CLASS:
+            set_here = {k: v for k, v in values.items() if v is not None and k not in _autoencoder.IGNORED}
+            found = _checked(path, set_here, _autoencoder.DEFAULTS, _autoencoder.FIXED)
+            return _autoencoder.config_of(found, compute_dtype)
     except (TypeError, ValueError) as error:
         if isinstance(error, WeightsError):
             raise
         raise WeightsError(f"{path}: {error}") from error
-    raise WeightsError(f"{path}: _class_name must be {_FLUX_CLASS} or {_DIT_CLASS}; got {name!r}.")
+    raise WeightsError(
+        f"{path}: _class_name must be {_FLUX_CLASS}, {_DIT_CLASS} or {_autoencoder.CLASS}; got {name!r}."
+    )
 
 
 def check_config(path: str | os.PathLike[str], config: ModelConfig) -> None:
@@ -145,9 +154,9 @@ def _checked(
 
 def _check_type(path: Path, name: str, value: Any, default: Any) -> None:
     """Refuse a value of another kind than the default's; JSON's true is no 1, and 2.0 no number of layers."""
-    if name == "axes_dims_rope":
-        fits = isinstance(value, list) and all(type(x) is int for x in value)
-        kind = "a list of whole numbers"
+    if isinstance(default, list):
+        fits = isinstance(value, list) and all(type(x) is type(default[0]) for x in value)
+        kind = "a list of whole numbers" if type(default[0]) is int else "a list of texts"
     elif default is None or type(default) is int:
         fits = type(value) is int or (value is None and default is None)
         kind = "a whole number"
@@ -205,13 +214,15 @@ def config_json(config: ModelConfig, *, sample_size: int) -> str:
 
     Args:
         config: of the model.
-        sample_size: edge of the latent images a DiT is for, in latent pixels; FLUX has none.
+        sample_size: edge of the latent images a DiT is for, in latent pixels; others have none.
 
     Raises:
         WeightsError: for a model that diffusers cannot express.
     """
     if isinstance(config, MMDiTConfig):
         return json.dumps(_flux_values(config), indent=2) + "\n"
+    if isinstance(config, AutoencoderKLConfig):
+        return json.dumps(_autoencoder.values_of(config), indent=2) + "\n"
     check_sample_size(sample_size, config)
     return json.dumps(_dit_values(config, sample_size), indent=2) + "\n"
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from ..models import AdapterPart, LowRankAdapter, MMDiTConfig
 from . import _dit, _flux
-from ._configs import ModelConfig
+from ._configs import BackboneConfig
 from ._files import TensorFiles, WeightsError, open_files
 from ._names import Rule, leaf_at, leaves_of, nested
 from ._save import LayersOnHost, check_finite
@@ -89,12 +89,12 @@ class _Target:
     names: tuple[str, ...]
 
 
-def _rules(config: ModelConfig) -> list[Rule]:
+def _rules(config: BackboneConfig) -> list[Rule]:
     rules = _flux.diffusers_rules(config) if isinstance(config, MMDiTConfig) else _dit.diffusers_rules(config)
     return [rule for rule in rules if "{}" in rule.names[0] and not (rule.swapped or rule.copies)]
 
 
-def _targets(config: ModelConfig, lora: Lora) -> list[_Target]:
+def _targets(config: BackboneConfig, lora: Lora) -> list[_Target]:
     """Linear layers with adapters.
 
     Raises:
@@ -141,7 +141,7 @@ def _matches(name: str, target: str) -> bool:
     return name.endswith("." + target) or fnmatch(name, target)
 
 
-def add_lora(module: nnx.Module, config: ModelConfig, lora: Lora, *, rngs: nnx.Rngs) -> None:
+def add_lora(module: nnx.Module, config: BackboneConfig, lora: Lora, *, rngs: nnx.Rngs) -> None:
     """Give layers of a `MMDiT` or `DiT` adapters, in place; their parameters are `nnx.LoRAParam`s.
 
     Args:
@@ -167,7 +167,9 @@ def add_lora(module: nnx.Module, config: ModelConfig, lora: Lora, *, rngs: nnx.R
         )
 
 
-def _tensors(config: ModelConfig, lora: Lora) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], int]]:
+def _tensors(
+    config: BackboneConfig, lora: Lora
+) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], int]]:
     """(name in the file without prefix, shape there, path of the parameter, layer) of all adapters."""
     shapes = abstract_params(config)
     for target in _targets(config, lora):
@@ -180,7 +182,7 @@ def _tensors(config: ModelConfig, lora: Lora) -> Iterator[tuple[str, tuple[int, 
                 yield f"{there}.lora_B.weight", (part.stop - part.start, lora.rank), (*path, "b"), layer
 
 
-def _check_adapters(params: Any, config: ModelConfig, lora: Lora) -> None:
+def _check_adapters(params: Any, config: BackboneConfig, lora: Lora) -> None:
     """Refuse parameters whose adapters are not those of `lora`: some would be left out, or scaled by another rank.
 
     Raises:
@@ -198,7 +200,7 @@ def _check_adapters(params: Any, config: ModelConfig, lora: Lora) -> None:
             )
 
 
-def save_lora(folder: str | os.PathLike[str], params: Any, config: ModelConfig, lora: Lora) -> None:
+def save_lora(folder: str | os.PathLike[str], params: Any, config: BackboneConfig, lora: Lora) -> None:
     """Save adapters as `pytorch_lora_weights.safetensors`, which diffusers' `load_lora_weights` reads.
 
     `b` is saved times alpha / rank, since a reader without an alpha takes the rank for it. Float32; with several
@@ -241,7 +243,7 @@ def save_lora(folder: str | os.PathLike[str], params: Any, config: ModelConfig, 
     )
 
 
-def load_lora(path: str | os.PathLike[str], config: ModelConfig, lora: Lora) -> dict[str, Any]:
+def load_lora(path: str | os.PathLike[str], config: BackboneConfig, lora: Lora) -> dict[str, Any]:
     """Load adapters from a file in diffusers' format, with or without the prefix `transformer.`.
 
     Args:
@@ -323,7 +325,7 @@ def _header_scale(files: TensorFiles, rank: int) -> float:
     return _checked_alpha(files, "lora_alpha", found.get("lora_alpha", rank)) / rank
 
 
-def merge_lora(params: Any, config: ModelConfig, lora: Lora) -> dict[str, Any]:
+def merge_lora(params: Any, config: BackboneConfig, lora: Lora) -> dict[str, Any]:
     """Parameters of the plain model that computes the same: kernels with their adapters' products added.
 
     Args:

@@ -1,7 +1,7 @@
 """The layout of a checkpoint: which table of names it follows, told from its names or chosen for saving."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -10,20 +10,24 @@ import jax
 import numpy as np
 from flax import nnx
 
+from ..encoders import AutoencoderKL, AutoencoderKLConfig
 from ..models import DiT, DiTConfig, MMDiT, MMDiTConfig
-from . import _dit, _flux
+from . import _autoencoder, _dit, _flux
 from ._configs import ModelConfig
 from ._files import TensorFiles, WeightsError
-from ._names import TensorTable, leaves_of
+from ._names import Path, TensorTable, leaves_of
 
-__all__ = ["LAYOUTS", "abstract_params", "check_params", "table_for", "table_of_files", "with_positions"]
+__all__ = ["abstract_params", "check_params", "table_for", "table_of_files", "with_positions"]
 
-LAYOUTS = ("diffusers", "original")
-_TABLES: dict[tuple[type, str], Callable[[Any, Any], TensorTable]] = {
-    (MMDiTConfig, "diffusers"): _flux.diffusers_table,
-    (MMDiTConfig, "original"): _flux.original_table,
-    (DiTConfig, "diffusers"): _dit.diffusers_table,
-    (DiTConfig, "original"): _dit.original_table,
+_MODELS: dict[type, Callable[..., nnx.Module]] = {
+    MMDiTConfig: MMDiT,
+    DiTConfig: DiT,
+    AutoencoderKLConfig: AutoencoderKL,
+}
+_TABLES: dict[type, Mapping[str, Callable[[Any, Any], TensorTable]]] = {
+    MMDiTConfig: {"diffusers": _flux.diffusers_table, "original": _flux.original_table},
+    DiTConfig: {"diffusers": _dit.diffusers_table, "original": _dit.original_table},
+    AutoencoderKLConfig: _autoencoder.TABLES,
 }
 _POSITIONS = "pos_embed"
 # The fixed table of positions, made in float64 there, is compared after rounding to 16 bits at worst.
@@ -37,23 +41,20 @@ def abstract_params(config: ModelConfig) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def _abstract_params(config: ModelConfig) -> dict[str, Any]:
-    def make() -> nnx.Module:
-        rngs = nnx.Rngs(0)
-        return MMDiT(config, rngs=rngs) if isinstance(config, MMDiTConfig) else DiT(config, rngs=rngs)
-
-    module = nnx.eval_shape(make)
+    module = nnx.eval_shape(lambda: _MODELS[type(config)](config, rngs=nnx.Rngs(0)))
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
 def table_for(config: ModelConfig, layout: str) -> TensorTable:
-    """The tensors of a model in a layout, "diffusers" or "original".
+    """The tensors of a model in a layout: "diffusers", "original", or one that its kind of model has besides.
 
     Raises:
         WeightsError: for another layout.
     """
-    if layout not in LAYOUTS:
-        raise WeightsError(f"layout must be one of {', '.join(LAYOUTS)}; got layout={layout!r}.")
-    return _TABLES[type(config), layout](config, abstract_params(config))
+    tables = _TABLES[type(config)]
+    if layout not in tables:
+        raise WeightsError(f"layout must be one of {', '.join(tables)}; got layout={layout!r}.")
+    return tables[layout](config, abstract_params(config))
 
 
 def table_of_files(config: ModelConfig, files: TensorFiles) -> TensorTable:
@@ -62,15 +63,20 @@ def table_of_files(config: ModelConfig, files: TensorFiles) -> TensorTable:
     Raises:
         WeightsError: if the files hold another model, or not all of it; names and shapes that differ are listed.
     """
-    tables = {layout: table_for(config, layout) for layout in LAYOUTS}
-    shared = {layout: len(table.shapes.keys() & files.tensors.keys()) for layout, table in tables.items()}
-    layout = max(LAYOUTS, key=lambda name: shared[name])
+    tables = {layout: table_for(config, layout) for layout in _TABLES[type(config)]}
+    layout = max(tables, key=lambda name: _likeness(tables[name], files))
     table = tables[layout]
     if isinstance(config, DiTConfig) and layout == "original" and _POSITIONS in files.tensors:
         table = with_positions(table, config, _grid(files))
     files.check(table.shapes)
     _check_constants(table, files)
     return table
+
+
+def _likeness(table: TensorTable, files: TensorFiles) -> tuple[int, int]:
+    """Names that a table and files share, and how many of these are of one shape."""
+    shared = {name: shape for name, shape in table.shapes.items() if name in files.tensors}
+    return len(shared), sum(files.tensors[name].shape == shape for name, shape in shared.items())
 
 
 def with_positions(table: TensorTable, config: DiTConfig, grid: int) -> TensorTable:
@@ -94,7 +100,7 @@ def _check_constants(table: TensorTable, files: TensorFiles) -> None:
             )
 
 
-def _leaf_shapes(params: Any) -> dict[tuple[str, ...], tuple[int, ...]]:
+def _leaf_shapes(params: Any) -> dict[Path, tuple[int, ...]]:
     """Shape of every parameter by path."""
     return {path: tuple(leaf.shape) for path, leaf in leaves_of(params)}
 
@@ -106,9 +112,9 @@ def check_params(params: Any, config: ModelConfig) -> None:
         WeightsError: naming the first that differs.
     """
     found, wanted = _leaf_shapes(params), _leaf_shapes(abstract_params(config))
-    for path in sorted(found.keys() | wanted.keys()):
+    for path in sorted(found.keys() | wanted.keys(), key=str):
         if found.get(path) != wanted.get(path):
             raise WeightsError(
-                f"{'.'.join(path)} of the parameters has shape {found.get(path)}, the model of the config"
+                f"{'.'.join(map(str, path))} of the parameters has shape {found.get(path)}, the model of the config"
                 f" {wanted.get(path)}."
             )
