@@ -71,6 +71,10 @@ def values_of(config: AutoencoderKLConfig) -> dict[str, Any]:
     }
 
 
+# Of the attention: modules here, and the one or more that they are in diffusers.
+_PROJECTIONS = {"to_qkv": ("to_q", "to_k", "to_v"), "to_out": ("to_out.0",)}
+
+
 def _table(
     rename: Callable[[AutoencoderKLConfig], Mapping[str, str]],
     config: AutoencoderKLConfig,
@@ -95,10 +99,12 @@ def _layer_rules(
 ) -> Iterator[Rule]:
     """One rule for each parameter of a layer; modules are called as in diffusers, but for the attention's."""
     for (*modules, kind), leaf in leaves_of(params):
-        suffix = "bias" if kind == "bias" else "weight"
-        parts = {"to_qkv": ("to_q", "to_k", "to_v"), "to_out": ("to_out.0",)}
-        last = parts.get(modules[-1], modules[-1:]) if modules else [""]
-        names = tuple(_replaced(f"{layer}.{name}.{suffix}".replace("..", "."), replaced) for name in last)
+        module, suffix = ".".join(modules), "bias" if kind == "bias" else "weight"
+        names = tuple(
+            # A layer that is one module has no name beside the layer's.
+            _replaced(".".join(filter(None, (layer, name, suffix))), replaced)
+            for name in _PROJECTIONS.get(module, (module,))
+        )
         is_linear = len(leaf.shape) == 2
         yield Rule(
             path=(*path, *modules, kind),

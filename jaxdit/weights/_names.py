@@ -13,7 +13,8 @@ import numpy as np
 
 __all__ = ["Path", "Piece", "Rule", "TensorTable", "pieces_of"]
 
-Path = tuple[str | int, ...]
+# Keys of nested dicts: names, and numbers in lists of modules.
+Path = tuple[Any, ...]
 
 # Name of a module's array here, and in PyTorch.
 _SUFFIXES = {"kernel": ".weight", "bias": ".bias", "scale": ""}
@@ -27,7 +28,7 @@ class Piece:
         name: of the tensor.
         shape: of the whole tensor.
         rows: half-open range of its first axis.
-        path: of the parameter in the module's nested dict; layers of a list have numbers there.
+        path: of the parameter in the module's nested dict.
         layer: index on the parameter's leading axis; None for parameters outside stacks.
         start: where the rows begin on the axis of the parameter that they are: the last, or the first for a table.
         is_table: whether the tensor is a table of embeddings, which is not transposed.
@@ -135,7 +136,7 @@ def nested(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
     return tree
 
 
-def leaf_at(tree: Any, path: Sequence[str | int]) -> Any:
+def leaf_at(tree: Any, path: Sequence[Any]) -> Any:
     """The leaf of nested dicts at a path."""
     for name in path:
         tree = tree[name]
