@@ -51,12 +51,11 @@ SPLIT_TOLERANCE = 1e-5
 
 @cache
 def model():
-    made = AutoencoderKL(CONFIG, rngs=nnx.Rngs(0))
-    # Biases and scales that are not those of a start.
+    graph, state = nnx.split(nnx.eval_shape(lambda: AutoencoderKL(CONFIG, rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(0)
-    graph, state = nnx.split(made)
-    state = jax.tree.map(lambda x: x + jnp.asarray(0.2 * rng.standard_normal(x.shape), x.dtype), state)
-    return nnx.merge(graph, state)
+    return nnx.merge(
+        graph, jax.tree.map(lambda x: jnp.asarray(0.2 * rng.standard_normal(x.shape), x.dtype), state)
+    )
 
 
 def normal(*shape, seed=0):
