@@ -8,9 +8,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..encoders import ClipTextConfig, T5Config
+from ..encoders import AutoencoderKLConfig, ClipTextConfig, T5Config
 from ..models import DiTConfig, MMDiTConfig
-from . import _text
+from . import _autoencoder, _text
 from ._files import WeightsError
 
 __all__ = ["CONFIG_NAME", "config_json", "read_config"]
@@ -18,7 +18,8 @@ __all__ = ["CONFIG_NAME", "config_json", "read_config"]
 CONFIG_NAME = "config.json"
 _PIPELINE_NAME = "model_index.json"
 BackboneConfig = MMDiTConfig | DiTConfig
-ModelConfig = BackboneConfig | T5Config | ClipTextConfig
+SavedConfig = BackboneConfig | AutoencoderKLConfig
+ModelConfig = SavedConfig | T5Config | ClipTextConfig
 
 _FLUX_CLASS = "FluxTransformer2DModel"
 _DIT_CLASS = "DiTTransformer2DModel"
@@ -94,13 +95,17 @@ def read_config(path: str | os.PathLike[str], *, compute_dtype: str = "bfloat16"
             return _text.t5(_known(path, values, _text.T5_DEFAULTS), compute_dtype)
         if name == [_text.CLIP_CLASS]:
             return _text.clip(_known(path, values, _text.CLIP_DEFAULTS), compute_dtype)
+        if name == _autoencoder.CLASS:
+            set_here = {k: v for k, v in values.items() if v is not None and k not in _autoencoder.IGNORED}
+            found = _checked(path, set_here, _autoencoder.DEFAULTS, _autoencoder.FIXED)
+            return _autoencoder.config_of(found, compute_dtype)
     except (TypeError, ValueError) as error:
         if isinstance(error, WeightsError):
             raise
         raise WeightsError(f"{path}: {error}") from error
     raise WeightsError(
-        f"{path}: _class_name must be {_FLUX_CLASS} or {_DIT_CLASS}, or architectures [{_text.T5_CLASS}] or "
-        f"[{_text.CLIP_CLASS}]; got {name!r:.100}."
+        f"{path}: _class_name must be {_FLUX_CLASS}, {_DIT_CLASS} or {_autoencoder.CLASS}, or architectures "
+        f"[{_text.T5_CLASS}] or [{_text.CLIP_CLASS}]; got {name!r:.100}."
     )
 
 
@@ -109,7 +114,7 @@ def _read_json(path: Path) -> tuple[Path, dict[str, Any]]:
     if (path / _PIPELINE_NAME).is_file() and not (path / CONFIG_NAME).exists():
         raise WeightsError(
             f"{path} is a pipeline of several models and has no {CONFIG_NAME}. Give the folder of one of them: "
-            "transformer, text_encoder or text_encoder_2."
+            "transformer, text_encoder, text_encoder_2 or vae."
         )
     path = path / CONFIG_NAME if path.is_dir() else path
     try:
@@ -172,9 +177,9 @@ def _checked(
 
 def _check_type(path: Path, name: str, value: Any, default: Any) -> None:
     """Refuse a value of another kind than the default's; JSON's true is no 1, and 2.0 no number of layers."""
-    if name == "axes_dims_rope":
-        fits = isinstance(value, list) and all(type(x) is int for x in value)
-        kind = "a list of whole numbers"
+    if isinstance(default, list):
+        fits = isinstance(value, list) and all(type(x) is type(default[0]) for x in value)
+        kind = "a list of whole numbers" if type(default[0]) is int else "a list of texts"
     elif default is None or type(default) is int:
         fits = type(value) is int or (value is None and default is None)
         kind = "a whole number"
@@ -227,18 +232,20 @@ def _dit(values: Mapping[str, Any], compute_dtype: str) -> DiTConfig:
     )
 
 
-def config_json(config: BackboneConfig, *, sample_size: int) -> str:
+def config_json(config: SavedConfig, *, sample_size: int) -> str:
     """The text of config.json with which diffusers makes this model.
 
     Args:
         config: of the model.
-        sample_size: edge of the latent images a DiT is for, in latent pixels; FLUX has none.
+        sample_size: edge of the latent images a DiT is for, in latent pixels; others have none.
 
     Raises:
         WeightsError: for a model that diffusers cannot express.
     """
     if isinstance(config, MMDiTConfig):
         return json.dumps(_flux_values(config), indent=2) + "\n"
+    if isinstance(config, AutoencoderKLConfig):
+        return json.dumps(_autoencoder.values_of(config), indent=2) + "\n"
     check_sample_size(sample_size, config)
     return json.dumps(_dit_values(config, sample_size), indent=2) + "\n"
 

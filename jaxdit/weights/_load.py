@@ -43,7 +43,7 @@ def load_params(
     shardings: Any = None,
     dtype: Any = jnp.float32,
 ) -> dict[str, Any]:
-    """Load a FLUX.1 or DiT checkpoint, in diffusers' or the original names, or a text encoder, as a model's parameters.
+    """Load a checkpoint of FLUX.1 or DiT, an autoencoder or a text encoder, as a model's parameters.
 
     Global arrays. Each process reads every tensor, at most 8 MiB at a time, and keeps what its devices hold, so host
     memory beyond the shards stays below a few such pieces. Nothing is loaded before names, shapes and dtypes of all
@@ -172,7 +172,11 @@ def _read(piece: Piece, files: TensorFiles, target: _Target) -> None:
         _check_range(piece.name, block, files, target.dtype)
         start = piece.start + row - piece.rows[0]
         rows = (start, start + block.shape[0])
-        if block.ndim == 4:  # a convolution (rows, c, p, p); here a patch is (p, p, c)
+        if block.ndim == 4 and len(target.shape) == 4:  # a convolution (rows, c, p, p); here (p, p, c, rows)
+            box = [*((0, size) for size in target.shape[:3]), rows]
+            target.write(box, block.transpose(2, 3, 1, 0), transposed=False)
+            continue
+        if block.ndim == 4:  # one that is a linear layer on patches (p, p, c) here
             block = block.transpose(0, 2, 3, 1).reshape(block.shape[0], -1)
         if block.ndim == 1 or piece.is_table:
             box = [*layer, rows, *((0, size) for size in block.shape[1:])]

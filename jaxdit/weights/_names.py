@@ -11,7 +11,10 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Piece", "Rule", "TensorTable", "pieces_of"]
+__all__ = ["Path", "Piece", "Rule", "TensorTable", "pieces_of"]
+
+# Keys of nested dicts: names, and numbers in lists of modules.
+Path = tuple[Any, ...]
 
 # Name of a module's array here, and in PyTorch.
 _SUFFIXES = {"kernel": ".weight", "bias": ".bias", "scale": ""}
@@ -35,7 +38,7 @@ class Piece:
     name: str
     shape: tuple[int, ...]
     rows: tuple[int, int]
-    path: tuple[str, ...]
+    path: Path
     layer: int | None
     start: int
     is_table: bool = False
@@ -57,7 +60,7 @@ class Rule:
         is_table: whether it is a table of embeddings.
     """
 
-    path: tuple[str, ...]
+    path: Path
     names: tuple[str, ...]
     widths: tuple[int, ...] = ()
     swapped: bool = False
@@ -108,7 +111,7 @@ def pieces_of(rules: Iterable[Rule], shapes: Any) -> list[Piece]:
     """
     pieces = [piece for rule in rules for piece in _rule_pieces(rule, shapes)]
     # Every element of every parameter is in one piece that is no copy.
-    covered: dict[tuple[str, ...], int] = {}
+    covered: dict[Path, int] = {}
     for piece in pieces:
         if not piece.is_copy:
             size = (piece.rows[1] - piece.rows[0]) * int(np.prod(piece.shape[1:]))
@@ -117,16 +120,16 @@ def pieces_of(rules: Iterable[Rule], shapes: Any) -> list[Piece]:
     return pieces
 
 
-def leaves_of(tree: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+def leaves_of(tree: Any, path: Path = ()) -> list[tuple[Path, Any]]:
     """(path, leaf) of nested dicts."""
     if not isinstance(tree, Mapping):
         return [(path, tree)]
     return [pair for name, child in tree.items() for pair in leaves_of(child, (*path, name))]
 
 
-def nested(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+def nested(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
     """Nested dicts of leaves by path: what `leaves_of` takes apart."""
-    tree: dict[str, Any] = {}
+    tree: dict[Any, Any] = {}
     for path, leaf in leaves.items():
         at = tree
         for name in path[:-1]:
@@ -135,7 +138,7 @@ def nested(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
     return tree
 
 
-def leaf_at(tree: Any, path: Sequence[str]) -> Any:
+def leaf_at(tree: Any, path: Sequence[Any]) -> Any:
     """The leaf of nested dicts at a path."""
     for name in path:
         tree = tree[name]
@@ -156,7 +159,7 @@ def _rule_pieces(rule: Rule, shapes: Any) -> list[Piece]:
 
 
 def _layer_pieces(
-    rule: Rule, suffix: str, path: tuple[str, ...], layer: int | None, shape: tuple[int, ...]
+    rule: Rule, suffix: str, path: Path, layer: int | None, shape: tuple[int, ...]
 ) -> list[Piece]:
     """Pieces of one layer (or of a parameter without layers) of this shape."""
     outputs = shape[0] if rule.is_table else shape[-1]
@@ -183,4 +186,6 @@ def _tensor_shape(rule: Rule, shape: tuple[int, ...], width: int) -> tuple[int, 
     if rule.patch is not None:
         edge, channels = rule.patch
         return (width, channels, edge, edge)
+    if len(shape) == 4:  # a convolution: (h, w, in, out)
+        return (width, shape[2], *shape[:2])
     return (width, *reversed(shape[:-1]))

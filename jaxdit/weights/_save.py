@@ -13,17 +13,22 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ..encoders import AutoencoderKLConfig
 from ..models import DiTConfig, MMDiTConfig
-from ._configs import CONFIG_NAME, BackboneConfig, ModelConfig, check_sample_size, config_json
+from ._configs import CONFIG_NAME, ModelConfig, SavedConfig, check_sample_size, config_json
 from ._files import WEIGHTS_NAME, WeightsError
-from ._names import Piece, TensorTable, leaf_at
+from ._names import Path, Piece, TensorTable, leaf_at
 from ._tables import check_params, table_for, with_positions
 from ._write import shared_target, write_files
 
 __all__ = ["LayersOnHost", "SaveFormat", "check_finite", "named_tensors", "save_params"]
 
 _DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-_ORIGINAL_NAMES = {MMDiTConfig: "flux1.safetensors", DiTConfig: "dit.safetensors"}
+_ORIGINAL_NAMES = {
+    MMDiTConfig: "flux1.safetensors",
+    DiTConfig: "dit.safetensors",
+    AutoencoderKLConfig: "ae.safetensors",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ _DIFFUSERS = SaveFormat()
 def save_params(
     folder: str | os.PathLike[str],
     params: Any,
-    config: BackboneConfig,
+    config: SavedConfig,
     form: SaveFormat = _DIFFUSERS,
 ) -> None:
     """Save parameters in safetensors, in diffusers' layout (with config.json) or under the original names.
@@ -71,7 +76,7 @@ def save_params(
 
     Args:
         folder: new, or empty.
-        params: of a `MMDiT` or `DiT`, as nested dicts.
+        params: of a `MMDiT`, `DiT` or `AutoencoderKL`, as nested dicts.
         config: of the model.
         form: layout, dtype and sizes; float32 in diffusers' layout by default.
 
@@ -135,7 +140,7 @@ class LayersOnHost:
         self._key: Any = None
         self._value: Any = None
 
-    def get(self, path: tuple[str, ...], layer: int | None) -> np.ndarray:
+    def get(self, path: Path, layer: int | None) -> np.ndarray:
         """One layer of a parameter (or all of one without layers); every process takes part and gets it."""
         if self._key != (path, layer):
             self._key, self._value = (path, layer), None
@@ -172,7 +177,10 @@ def check_finite(name: str, values: np.ndarray) -> None:
 def _piece(piece: Piece, layers: LayersOnHost, patch: tuple[int, int] | None, dtype: Any) -> np.ndarray:
     values = layers.get(piece.path, piece.layer)
     columns = slice(piece.start, piece.start + piece.rows[1] - piece.rows[0])
-    values = values[columns] if piece.is_table or values.ndim == 1 else values[:, columns].T
+    if piece.is_table or values.ndim == 1:
+        values = values[columns]
+    else:  # outputs first; a convolution (p, p, c, outputs) becomes (outputs, c, p, p)
+        values = np.moveaxis(values[..., columns], (-1, -2), (0, 1))
     with np.errstate(over="ignore"):  # said below
         rounded = values.astype(dtype)
     check_finite(piece.name, values)

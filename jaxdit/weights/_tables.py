@@ -10,12 +10,19 @@ import jax
 import numpy as np
 from flax import nnx
 
-from ..encoders import ClipTextConfig, ClipTextEncoder, T5Config, T5Encoder
+from ..encoders import (
+    AutoencoderKL,
+    AutoencoderKLConfig,
+    ClipTextConfig,
+    ClipTextEncoder,
+    T5Config,
+    T5Encoder,
+)
 from ..models import DiT, DiTConfig, MMDiT, MMDiTConfig
-from . import _dit, _flux, _text
+from . import _autoencoder, _dit, _flux, _text
 from ._configs import ModelConfig
 from ._files import TensorFiles, WeightsError
-from ._names import TensorTable, leaves_of
+from ._names import Path, TensorTable, leaves_of
 
 __all__ = ["abstract_params", "check_params", "table_for", "table_of_files", "with_positions"]
 
@@ -24,12 +31,14 @@ _MODELS: dict[type, Callable[..., nnx.Module]] = {
     DiTConfig: DiT,
     T5Config: T5Encoder,
     ClipTextConfig: ClipTextEncoder,
+    AutoencoderKLConfig: AutoencoderKL,
 }
 _TABLES: dict[type, Mapping[str, Callable[[Any, Any], TensorTable]]] = {
     MMDiTConfig: {"diffusers": _flux.diffusers_table, "original": _flux.original_table},
     DiTConfig: {"diffusers": _dit.diffusers_table, "original": _dit.original_table},
     T5Config: _text.T5_TABLES,
     ClipTextConfig: _text.CLIP_TABLES,
+    AutoencoderKLConfig: _autoencoder.TABLES,
 }
 _POSITIONS = "pos_embed"
 # The fixed table of positions, made in float64 there, is compared after rounding to 16 bits at worst.
@@ -48,7 +57,7 @@ def _abstract_params(config: ModelConfig) -> dict[str, Any]:
 
 
 def table_for(config: ModelConfig, layout: str) -> TensorTable:
-    """The tensors of a model in a layout: "diffusers" or "original", of a text encoder "transformers".
+    """The tensors of a model in a layout: "diffusers", "original", or one that its kind of model has besides.
 
     Raises:
         WeightsError: for another layout.
@@ -66,14 +75,19 @@ def table_of_files(config: ModelConfig, files: TensorFiles) -> TensorTable:
         WeightsError: if the files hold another model, or not all of it; names and shapes that differ are listed.
     """
     tables = {layout: table_for(config, layout) for layout in _TABLES[type(config)]}
-    shared = {layout: len(table.shapes.keys() & files.tensors.keys()) for layout, table in tables.items()}
-    layout = max(tables, key=lambda name: shared[name])
+    layout = max(tables, key=lambda name: _likeness(tables[name], files))
     table = tables[layout]
     if isinstance(config, DiTConfig) and layout == "original" and _POSITIONS in files.tensors:
         table = with_positions(table, config, _grid(files))
     files.check(table.shapes, unread=table.unread)
     _check_constants(table, files)
     return table
+
+
+def _likeness(table: TensorTable, files: TensorFiles) -> tuple[int, int]:
+    """Names that a table and files share, and how many of these are of one shape."""
+    shared = {name: shape for name, shape in table.shapes.items() if name in files.tensors}
+    return len(shared), sum(files.tensors[name].shape == shape for name, shape in shared.items())
 
 
 def with_positions(table: TensorTable, config: DiTConfig, grid: int) -> TensorTable:
@@ -97,7 +111,7 @@ def _check_constants(table: TensorTable, files: TensorFiles) -> None:
             )
 
 
-def _leaf_shapes(params: Any) -> dict[tuple[str, ...], tuple[int, ...]]:
+def _leaf_shapes(params: Any) -> dict[Path, tuple[int, ...]]:
     """Shape of every parameter by path."""
     return {path: tuple(leaf.shape) for path, leaf in leaves_of(params)}
 
@@ -109,9 +123,9 @@ def check_params(params: Any, config: ModelConfig) -> None:
         WeightsError: naming the first that differs.
     """
     found, wanted = _leaf_shapes(params), _leaf_shapes(abstract_params(config))
-    for path in sorted(found.keys() | wanted.keys()):
+    for path in sorted(found.keys() | wanted.keys(), key=str):
         if found.get(path) != wanted.get(path):
             raise WeightsError(
-                f"{'.'.join(path)} of the parameters has shape {found.get(path)}, the model of the config"
+                f"{'.'.join(map(str, path))} of the parameters has shape {found.get(path)}, the model of the config"
                 f" {wanted.get(path)}."
             )

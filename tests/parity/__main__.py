@@ -7,6 +7,7 @@ Exits with 1 if an error is above its bound.
 
 import json
 import logging
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -21,6 +22,18 @@ import transformers
 from safetensors.numpy import save_file
 
 from jaxdit.weights import Lora, SaveFormat, load_params, read_config, save_lora, save_params
+from tests.parity.autoencoder import (
+    AUTOENCODER_BOUND,
+    AUTOENCODER_CASES,
+    AutoencoderCase,
+    autoencoder_errors,
+    run_our_autoencoder,
+)
+from tests.parity.autoencoder_reference import (
+    autoencoder_reference_model,
+    check_autoencoder_exports,
+    run_autoencoder_reference,
+)
 from tests.parity.cases import CASES, Case
 from tests.parity.ours import (
     bounds_of,
@@ -145,6 +158,42 @@ def _compare_all_text(failed: list[str]) -> dict[str, Any]:
     return results
 
 
+def compare_autoencoder(case: AutoencoderCase, folder: Path) -> dict[str, dict[str, float]]:
+    """Errors of an autoencoder, after exports of it were loaded by diffusers."""
+    autoencoder_reference_model(case).save_pretrained(folder / "theirs")
+    reference = run_autoencoder_reference(case)
+    if case.recorded:
+        _record(case.name, reference)
+    config = read_config(folder / "theirs", compute_dtype="float32")
+    params = load_params(folder / "theirs", config)
+    for layout in ("diffusers", "diffusers_old", "original"):
+        save_params(folder / layout, params, config, SaveFormat(layout=layout))
+    shutil.copy(folder / "diffusers/config.json", folder / "diffusers_old")
+    old = folder / "diffusers_old"
+    (old / "ae.safetensors").rename(old / "diffusion_pytorch_model.safetensors")
+    check_autoencoder_exports(case, folder)
+    return {
+        "float32": autoencoder_errors(run_our_autoencoder(case, old), reference),
+        "bfloat16": autoencoder_errors(
+            run_our_autoencoder(case, folder / "diffusers", "bfloat16"), reference
+        ),
+        "reference_bfloat16": autoencoder_errors(run_autoencoder_reference(case, torch.bfloat16), reference),
+    }
+
+
+def _compare_autoencoders(failed: list[str]) -> dict[str, Any]:
+    results = {}
+    for case in AUTOENCODER_CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            found = results[case.name] = compare_autoencoder(case, Path(folder))
+        _LOG.info("%s %s", case.name, json.dumps(found))
+        if max(found["float32"].values()) > AUTOENCODER_BOUND:
+            failed.append(f"{case.name} in float32")
+        if any(found["bfloat16"][k] > _BF16_FACTOR * v for k, v in found["reference_bfloat16"].items()):
+            failed.append(f"{case.name} in bfloat16")
+    return results
+
+
 def main() -> int:
     """Compare all cases.
 
@@ -170,12 +219,14 @@ def main() -> int:
             failed.append(f"{case.name} in bfloat16")
     schedulers = _compare_schedulers(failed)
     text_encoders = _compare_all_text(failed)
+    autoencoders = _compare_autoencoders(failed)
     modules = (diffusers, transformers, tokenizers, torch, jax)
     report = {
         "versions": {module.__name__: module.__version__ for module in modules},
         "cases": results,
         "schedulers": schedulers,
         "text_encoders": text_encoders,
+        "autoencoders": autoencoders,
     }
     text = json.dumps(report, indent=1)
     (_ROOT / "docs/parity.json").write_text(text + "\n", encoding="utf-8")

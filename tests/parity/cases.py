@@ -104,7 +104,7 @@ def draw_weight(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng([seed, zlib.crc32(kind.encode())])
     values = rng.standard_normal(shape)
     if len(shape) == 1:
-        is_norm = ".norm_" in name and name.endswith(".weight")
+        is_norm = "norm" in name and name.endswith(".weight")
         return (1.0 * is_norm + 0.2 * values).astype(np.float32)
     return (0.7 * values / np.sqrt(np.prod(shape[1:]))).astype(np.float32)
 
