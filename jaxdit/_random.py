@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-__all__ = ["sequence_times", "token_noise"]
+__all__ = ["request_noise", "sequence_times", "token_noise"]
 
 # One stream per purpose, so that the time and the noise of a sequence are independent.
 _TIME, _NOISE = 0, 1
@@ -82,3 +82,34 @@ def token_noise(
 
     noise = jax.vmap(draw)(segment_ids, token_index)
     return jnp.where(segment_ids[:, None] > 0, noise, 0.0)
+
+
+def request_noise(
+    keys: Any,
+    names: Int[Array, " r"],
+    requests: Int[Array, " n"],
+    token_index: Int[Array, " n"],
+    channels: int,
+) -> Float[Array, "n c"]:
+    """Draws the noise that requests start from: `token_noise` of step 0, each request with a key and a name of its own.
+
+    Args:
+        keys: (r,) threefry keys.
+        names: tells the pictures of one key apart, at least 0.
+        requests: request of each row plus one; 0 = padding, which gets zeros.
+        token_index: index of each row's token in its picture.
+        channels: channels of a row.
+
+    Returns:
+        Float32 noise, bit-identical for a token wherever its row lies.
+
+    Raises:
+        ValueError: if the keys are of another kind.
+    """
+    streams = jax.vmap(lambda key, name: jax.random.fold_in(_stream(key, 0, _NOISE), name + 1))(keys, names)
+
+    def draw(request: Array, token: Array) -> Array:
+        return jax.random.normal(jax.random.fold_in(streams[request], token), (channels,))
+
+    noise = jax.vmap(draw)(jnp.maximum(requests - 1, 0), token_index)
+    return jnp.where(requests[:, None] > 0, noise, 0.0)

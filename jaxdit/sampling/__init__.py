@@ -1,19 +1,20 @@
-"""Sampling: schedulers (`jaxdit.schedulers`) and step caching."""
+"""Sampling on a mesh: one picture or clip on all devices, or many of any mixture of sizes at once."""
 
-from ..schedulers import DiffusionTimes as DiffusionTimes
-from ..schedulers import DPMSolver as DPMSolver
-from ..schedulers import FlowTimes as FlowTimes
-from ..schedulers import KarrasTimes as KarrasTimes
-from ..schedulers import SamplerState as SamplerState
-from ..schedulers import SamplingTable as SamplingTable
-from ..schedulers import Scheduler as Scheduler
-from ..schedulers import advance as advance
-from ..schedulers import classifier_free_guidance as classifier_free_guidance
-from ..schedulers import euler as euler
-from ..schedulers import heun as heun
-from ..schedulers import initial_state as initial_state
-from ..schedulers import integrate as integrate
-from ..schedulers import scheduler_from_config as scheduler_from_config
+from ._denoiser import Conditions as Conditions
+from ._denoiser import Denoiser as Denoiser
+from ._denoiser import DenoiserRows as DenoiserRows
+from ._denoiser import LabelDenoiser as LabelDenoiser
+from ._denoiser import TextDenoiser as TextDenoiser
+from ._engine import CancelledError as CancelledError
+from ._engine import Engine as Engine
+from ._engine import Progress as Progress
+from ._pipeline import Pipeline as Pipeline
+from ._program import Backbone as Backbone
+from ._request import NonFiniteError as NonFiniteError
+from ._request import Request as Request
+from ._request import Sample as Sample
+from ._request import check_request as check_request
+from ._request import with_defaults as with_defaults
 from ._step_cache import CacheError as CacheError
 from ._step_cache import CacheState as CacheState
 from ._step_cache import StagedModel as StagedModel
@@ -21,27 +22,30 @@ from ._step_cache import StepCache as StepCache
 from ._step_cache import cache_error as cache_error
 from ._step_cache import cached_call as cached_call
 from ._step_cache import initial_cache as initial_cache
+from ._weights import ShardedModule as ShardedModule
 
 __all__ = [
+    "Backbone",
     "CacheError",
     "CacheState",
-    "DPMSolver",
-    "DiffusionTimes",
-    "FlowTimes",
-    "KarrasTimes",
-    "SamplerState",
-    "SamplingTable",
-    "Scheduler",
+    "CancelledError",
+    "Conditions",
+    "Denoiser",
+    "DenoiserRows",
+    "Engine",
+    "LabelDenoiser",
+    "NonFiniteError",
+    "Pipeline",
+    "Progress",
+    "Request",
+    "Sample",
+    "ShardedModule",
     "StagedModel",
     "StepCache",
-    "advance",
+    "TextDenoiser",
     "cache_error",
     "cached_call",
-    "classifier_free_guidance",
-    "euler",
-    "heun",
+    "check_request",
     "initial_cache",
-    "initial_state",
-    "integrate",
-    "scheduler_from_config",
+    "with_defaults",
 ]

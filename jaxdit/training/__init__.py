@@ -1,6 +1,13 @@
 """The training step: balanced, packed, with parameters replicated or fully sharded."""
 
 from .._schedules import TimeShift as TimeShift
+from .._sharding import STACKS as STACKS
+from .._sharding import bytes_per_device as bytes_per_device
+from .._sharding import merged as merged
+from .._sharding import module_params as module_params
+from .._sharding import param_shardings as param_shardings
+from .._sharding import param_specs as param_specs
+from .._sharding import shard_axes as shard_axes
 from ._objectives import Context as Context
 from ._objectives import DiffusionLoss as DiffusionLoss
 from ._objectives import FlowMatching as FlowMatching
@@ -13,13 +20,6 @@ from ._rows import TokenRows as TokenRows
 from ._sample import SampleInputs as SampleInputs
 from ._sample import make_sample_step as make_sample_step
 from ._sample import plan_without_text as plan_without_text
-from ._sharding import STACKS as STACKS
-from ._sharding import bytes_per_device as bytes_per_device
-from ._sharding import merged as merged
-from ._sharding import module_params as module_params
-from ._sharding import param_shardings as param_shardings
-from ._sharding import param_specs as param_specs
-from ._sharding import shard_axes as shard_axes
 from ._step import DeviceModel as DeviceModel
 from ._step import StepInputs as StepInputs
 from ._step import StepMetrics as StepMetrics

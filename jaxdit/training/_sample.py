@@ -13,9 +13,9 @@ from parallel import DATA_AXES, exchange
 from solver import BalancePlan, BalanceProblem, StepCapacity, plan_from_slices
 
 from .._random import token_noise
+from .._sharding import param_specs
 from ._objectives import SamplingContexts
 from ._rows import image_route, to_token_layout
-from ._sharding import param_specs
 from ._step import DeviceModel, TrainProgram
 
 

@@ -22,9 +22,7 @@ from jaxtyping import Array, Float, Int
 from parallel import DATA_AXES, PackedKernel, expand_attention, make_balanced_attention
 from solver import StepCapacity, StepTables
 
-from ._objectives import Context, Objective
-from ._rows import HomeRows, to_token_layout
-from ._sharding import (
+from .._sharding import (
     AnyMesh,
     gather_unstacked,
     layer_scan_for,
@@ -38,6 +36,8 @@ from ._sharding import (
     sum_gradients,
     without,
 )
+from ._objectives import Context, Objective
+from ._rows import HomeRows, to_token_layout
 
 
 class TrainState(NamedTuple):

@@ -42,6 +42,9 @@ from tests.parity.ours import (
     has_exact_angles,
     run_ours,
 )
+from tests.parity.pipeline import PIPELINE_BOUND, PIPELINE_CASES, PipelineCase, write_pipeline
+from tests.parity.pipeline_ours import pipeline_errors, run_our_pipeline
+from tests.parity.pipeline_reference import run_pipeline_reference
 from tests.parity.reference import (
     check_export,
     reference_model,
@@ -194,6 +197,25 @@ def _compare_autoencoders(failed: list[str]) -> dict[str, Any]:
     return results
 
 
+def _compare_pipeline(case: PipelineCase, folder: Path) -> dict[str, int]:
+    write_pipeline(case, folder)
+    reference = run_pipeline_reference(case, folder)
+    _record(case.name, reference)
+    return pipeline_errors(run_our_pipeline(case, folder), reference)
+
+
+def _compare_pipelines(failed: list[str]) -> dict[str, dict[str, int]]:
+    """The largest difference of a pixel, in levels of 255, of every picture."""
+    results = {}
+    for case in PIPELINE_CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            found = results[case.name] = _compare_pipeline(case, Path(folder) / "pipeline")
+        _LOG.info("%s %s", case.name, json.dumps(found))
+        if max(found.values()) > PIPELINE_BOUND:
+            failed.append(case.name)
+    return results
+
+
 def main() -> int:
     """Compare all cases.
 
@@ -220,6 +242,7 @@ def main() -> int:
     schedulers = _compare_schedulers(failed)
     text_encoders = _compare_all_text(failed)
     autoencoders = _compare_autoencoders(failed)
+    pipelines = _compare_pipelines(failed)
     modules = (diffusers, transformers, tokenizers, torch, jax)
     report = {
         "versions": {module.__name__: module.__version__ for module in modules},
@@ -227,6 +250,7 @@ def main() -> int:
         "schedulers": schedulers,
         "text_encoders": text_encoders,
         "autoencoders": autoencoders,
+        "pipelines": pipelines,
     }
     text = json.dumps(report, indent=1)
     (_ROOT / "docs/parity.json").write_text(text + "\n", encoding="utf-8")

@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from parallel import DATA_AXES, REPLICA_AXIS, SHARD_AXIS, gather_leaf, shard_axis, sharded_layer_scan
 
-from ..models import LayerScan, scan_layers
+from .models import LayerScan, scan_layers
 
 # Modules whose parameters have a leading layer axis.
 STACKS = frozenset({"double_blocks", "single_blocks", "blocks"})
 REPLICATED = -1
+AxisName = str | tuple[str, ...]
 # An abstract one is enough for tracing programs of devices that are not here.
 AnyMesh = Mesh | AbstractMesh
 
@@ -74,14 +75,16 @@ def shard_axes(params: Any, degree: int) -> Any:
     return jax.tree_util.tree_map_with_path(axis, params)
 
 
-def param_specs(axes: Any) -> Any:
-    """Partition specs of parameters with the given sharded axes."""
-    return jax.tree.map(lambda axis: P() if axis < 0 else P(*[None] * axis, SHARD_AXIS), axes)
+def param_specs(axes: Any, axis_name: AxisName = SHARD_AXIS) -> Any:
+    """Partition specs of parameters with the given sharded axes, over a mesh axis or tuple of axes."""
+    return jax.tree.map(lambda axis: P() if axis < 0 else P(*[None] * axis, axis_name), axes)
 
 
-def param_shardings(axes: Any, mesh: AnyMesh) -> Any:
-    """Shardings of parameters with the given sharded axes."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(axes), is_leaf=_is_spec)
+def param_shardings(axes: Any, mesh: AnyMesh, axis_name: AxisName = SHARD_AXIS) -> Any:
+    """Shardings of parameters with the given sharded axes, over a mesh axis or tuple of axes."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), param_specs(axes, axis_name), is_leaf=_is_spec
+    )
 
 
 def _is_spec(x: Any) -> bool:
@@ -99,12 +102,12 @@ def optimizer_shardings(
     )
 
 
-def gather_unstacked(shards: Any, axes: Any) -> Any:
+def gather_unstacked(shards: Any, axes: Any, axis_name: AxisName = SHARD_AXIS) -> Any:
     """Gather the parameters outside layer stacks; stacked ones stay shards, for the layer scan to gather."""
 
     def gather(path: Any, x: jax.Array, axis: int) -> jax.Array:
         keep = axis == REPLICATED or _is_stacked(path)
-        return x if keep else gather_leaf(x, axis, SHARD_AXIS)
+        return x if keep else gather_leaf(x, axis, axis_name)
 
     return jax.tree_util.tree_map_with_path(gather, shards, axes)
 
@@ -130,6 +133,17 @@ def layer_scan_for(
             f" got remat={remat!r}. Use remat='full', or replicate the parameters (shards=1)."
         )
     replica_axis = REPLICA_AXIS if sum_replicas and mesh.shape[REPLICA_AXIS] > 1 else None
+    return stacks_scan(axes, axis_name=SHARD_AXIS, dtype=dtype, replica_axis=replica_axis, trained=trained)
+
+
+def stacks_scan(
+    axes: Any, *, axis_name: AxisName, dtype: Any, replica_axis: str | None = None, trained: Any = None
+) -> LayerScan:
+    """The layer scan for parameters that are sharded over a mesh axis or axes: every stack gathered a layer ahead.
+
+    Raises:
+        NotImplementedError: for two stacks that are built alike.
+    """
     scans: dict[Any, Callable] = {}
     trained = jax.tree.map(lambda _: True, axes) if trained is None else trained
     for stack, stack_trained in zip(_stacks(axes), _stacks(trained), strict=True):
@@ -139,7 +153,7 @@ def layer_scan_for(
                 f" {jax.tree.structure(stack)} twice. Make them one stack, or replicate the parameters (shards=1)."
             )
         scans[jax.tree.structure(stack)] = sharded_layer_scan(
-            stack, axis_name=SHARD_AXIS, dtype=dtype, replica_axis=replica_axis, trained=stack_trained
+            stack, axis_name=axis_name, dtype=dtype, replica_axis=replica_axis, trained=stack_trained
         )
 
     def layer_scan(fn: Any, stacked: Any, carry: Any, consts: Any) -> Any:

@@ -1,0 +1,42 @@
+"""Finished latents to pixels."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jaxtyping import Float, UInt8
+
+from ..encoders import AutoencoderKL, Grid, decode_split
+from ._latents import latents_of_rows
+
+
+class PictureDecoder:
+    """An autoencoder whose decoder works on all devices, each with some rows of every frame.
+
+    Args:
+        model: with parameters on the mesh.
+        mesh: of all devices.
+    """
+
+    def __init__(self, model: AutoencoderKL, mesh: Mesh) -> None:
+        self._model, self._mesh = model, mesh
+
+    def __call__(
+        self, rows: Float[np.ndarray, "n c"], grid: Grid, *, patch: int, channels_last: bool
+    ) -> UInt8[np.ndarray, "t h w 3"]:
+        """Frames of rows of latents; one at a time, so that a clip takes no more memory than a picture."""
+        latents = latents_of_rows(rows, grid, patch, channels_last=channels_last)
+        return np.concatenate([self._frame(frame[None]) for frame in latents])
+
+    def _frame(self, latents: Float[np.ndarray, "1 h w c"]) -> UInt8[np.ndarray, "1 h w 3"]:
+        given = self._model.denormalized(jnp.asarray(latents, jnp.float32))
+        pixels = decode_split(self._model, given, mesh=self._mesh, axis_names=self._mesh.axis_names)
+        shown = _on_host(jnp.clip(pixels / 2 + 0.5, 0, 1))
+        return np.round(255 * shown).astype(np.uint8)
+
+
+def _on_host(x: jax.Array) -> np.ndarray:
+    if x.is_fully_addressable:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))

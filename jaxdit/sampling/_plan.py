@@ -1,0 +1,208 @@
+"""How a batch is laid over the devices: a sequence-parallel plan for one request, a balanced one for several."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from parallel import sequence_attention, sequence_mesh
+from solver import (
+    A100_MACHINE,
+    H100_MACHINE,
+    CostModel,
+    Links,
+    SequenceHardware,
+    SequenceParallelPlan,
+    StepCapacity,
+    StepLayout,
+    Topology,
+    balance,
+    capacity_for,
+    plan_sequence_parallel,
+    step_needs,
+)
+
+from ._buckets import SizeBuckets
+from ._packed_layout import PackedLayout
+from ._program import Layout
+from ._sequence_layout import SequenceLayout
+
+# Linear layers reach about so much of what attention does, as `solver.balance` takes it by default.
+_GAMMA = 0.4
+_BLOCK = 128
+# Programs for packed batches are made for so many times what the batch at hand needs.
+_HEADROOM = 1.4
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """A batch's layout.
+
+    Attributes:
+        layout: static sizes, part of a program's key.
+        tables: host arrays for this process's devices, or None.
+        compiler_options: of the program.
+        text: for people.
+    """
+
+    layout: Layout
+    tables: Any
+    compiler_options: dict[str, Any]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """What a batch's plan depends on.
+
+    Attributes:
+        image, text: tokens of each request, the latter (branches, requests).
+        most_text: rows of text features, those past a caption's length included.
+    """
+
+    image: np.ndarray
+    text: np.ndarray
+    most_text: int
+
+    @property
+    def branches(self) -> int:
+        """Of guidance."""
+        return self.text.shape[0]
+
+
+@dataclass
+class BatchPlanner:
+    """Makes plans; the same on every process.
+
+    Attributes:
+        devices: all there are.
+        devices_per_machine: of each; a process's if None.
+        num_heads, head_dim: of attention.
+        buckets: sizes of programs for one request.
+        hardware: for plans of one request; by the kind of device if None.
+        padded: whether exchanges are padded, as on CPUs.
+    """
+
+    devices: list[Any]
+    devices_per_machine: int | None
+    num_heads: int
+    head_dim: int
+    buckets: SizeBuckets
+    hardware: SequenceHardware | None = None
+    padded: bool = True
+    capacities: dict[tuple[int, int], StepCapacity] = field(default_factory=dict)
+    meshes: dict[Any, Mesh] = field(default_factory=dict)
+
+    @property
+    def topology(self) -> Topology:
+        """Machines and the devices of each."""
+        per_machine = self.devices_per_machine or self._devices_of_a_process()
+        return Topology(len(self.devices) // per_machine, per_machine)
+
+    def _devices_of_a_process(self) -> int:
+        counts = np.unique([device.process_index for device in self.devices], return_counts=True)[1]
+        return int(counts[0])
+
+    def plan(self, shape: BatchShape) -> BatchPlan:
+        """One request over all devices, or several packed."""
+        return self._sequence(shape) if len(shape.image) == 1 else self._packed(shape)
+
+    def _sequence(self, shape: BatchShape) -> BatchPlan:
+        size = self.buckets.fit(int(shape.image[0]))
+        found = plan_sequence_parallel(
+            self.topology,
+            self.num_heads,
+            self.head_dim,
+            (size, max(shape.most_text, 0)),
+            cfg=shape.branches == 2,
+            hardware=self.hardware or _hardware(self.devices[0].device_kind),
+        )
+        mesh = self._mesh(**found.mesh_options)
+        shared = found.mesh.num_devices
+        image, text = -(-size // shared), -(-shape.most_text // shared)
+        is_exact = image * shared == int(shape.image[0]) and bool((shape.text == text * shared).all())
+        attend = sequence_attention(**found.attention_options)
+        layout = SequenceLayout(mesh, attend, image, text, 1, is_exact)
+        return BatchPlan(layout, None, found.compiler_options, _text_of(found, size, shape))
+
+    def _mesh(self, **options: Any) -> Mesh:
+        key = tuple(sorted(options.items()))
+        if key not in self.meshes:
+            self.meshes[key] = sequence_mesh(self.devices, **options)
+        return self.meshes[key]
+
+    def _packed(self, shape: BatchShape) -> BatchPlan:
+        topology = self.topology
+        mesh = self._mesh(ulysses_degree=len(self.devices), devices_per_machine=topology.devices_per_machine)
+        requests = 1 << (len(shape.image) - 1).bit_length()
+        steps = self._steps(shape, requests, 1.0)
+        key = requests, shape.branches
+        needs, have = step_needs(steps, padded=self.padded), self.capacities.get(key)
+        if have is None or not have.fits(needs):
+            more = step_needs(self._steps(shape, requests, _HEADROOM), padded=self.padded)
+            have = capacity_for([needs, more], at_least=have)
+            self.capacities[key] = have
+        layout = PackedLayout(mesh, have, requests, shape.branches)
+        process = jax.process_index()
+        local = [i for i, device in enumerate(mesh.devices.flat) if device.process_index == process]
+        return BatchPlan(layout, layout.tables(steps, local), {}, _text_of_packed(steps, shape))
+
+    def _steps(self, shape: BatchShape, requests: int, factor: float) -> StepLayout:
+        """A balanced plan of all branches' sequences, of so many times the image tokens."""
+        missing = requests - len(shape.image)
+        image = np.pad(np.ceil(factor * shape.image).astype(np.int64), (0, missing))
+        text = np.pad(shape.text, ((0, 0), (0, missing))).reshape(-1)
+        image_of_all = np.tile(image, shape.branches)
+        plan = balance(
+            image_of_all + text,
+            np.tile(_homes(image, len(self.devices)), shape.branches),
+            num_devices=len(self.devices),
+            bags="auto",
+            cost=CostModel(self.num_heads * self.head_dim, _GAMMA),
+            num_heads=self.num_heads,
+            text_lengths=text,
+            topology=self.topology,
+            links=Links(padded=self.padded),
+        )
+        return StepLayout(plan, _BLOCK)
+
+
+def _homes(lengths: np.ndarray, devices: int) -> np.ndarray:
+    """Device at which each request's latents stay: the one with the fewest so far, the longest first."""
+    home, load = np.zeros(len(lengths), np.int64), np.zeros(devices, np.int64)
+    for request in np.argsort(-lengths, kind="stable"):
+        home[request] = load.argmin()
+        load[home[request]] += lengths[request]
+    return home
+
+
+def _hardware(kind: str) -> SequenceHardware:
+    return A100_MACHINE if "A100" in kind else H100_MACHINE
+
+
+def _text_of(plan: SequenceParallelPlan, size: int, shape: BatchShape) -> str:
+    mesh = plan.mesh
+    branches = {"none": "", "batched": ", both branches of guidance on all devices"}
+    apart = f", branches of guidance on halves of the {plan.cfg}"
+    return (
+        f"one request of {shape.image[0]:,} image tokens (program for {size:,}): {plan.algorithm}, Ulysses"
+        f" {mesh.ulysses_across} x {mesh.ulysses_inside}, ring {mesh.ring_across} x {mesh.ring_inside} (machines x"
+        f" devices){branches.get(plan.cfg, apart)}"
+    )
+
+
+def _text_of_packed(steps: StepLayout, shape: BatchShape) -> str:
+    plan = steps.plan
+    return (
+        f"{len(shape.image)} requests of {shape.image.min():,} to {shape.image.max():,} image tokens, packed: the"
+        f" fullest device has {plan.load_max_over_mean:.3f} times the mean load,"
+        f" {plan.rows_sent_fraction:.0%} of attention's rows change device"
+    )
+
+
+def batch_shape(image: Sequence[int], text: Any, most_text: int) -> BatchShape:
+    """Shape of a batch from counts of tokens."""
+    return BatchShape(np.asarray(image, np.int64), np.asarray(text, np.int64), most_text)

@@ -1,0 +1,167 @@
+"""Compiled programs of sampling: the start from noise, and one evaluation of the denoiser, on all devices.
+
+A program is compiled for the sizes of a layout. What differs from evaluation to evaluation, and from batch to batch, is
+data: noise levels, methods, conditions, the requests' sizes, plans.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from .._random import request_noise
+from ..models import Attention
+from ..schedulers import SamplerState, advance, initial_state
+from ._denoiser import Conditions, Denoiser, DenoiserRows, Evaluate, guided
+from ._home import HomeRows
+from ._weights import ShardedModule
+
+
+@runtime_checkable
+class Layout(Protocol):
+    """Where latents and the rows of an evaluation lie: a `SequenceLayout` or a `PackedLayout`."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def requests(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+    @property
+    def table_specs(self) -> Any: ...
+    def home(self, grids: Int[Array, "r 3"], tables: Any) -> HomeRows: ...
+    def predict(
+        self,
+        evaluate: Evaluate,
+        x: Float[Array, "n c"],
+        time: Float[Array, " r"],
+        conditions: Conditions,
+        grids: Int[Array, "r 3"],
+        tables: Any,
+    ) -> Float[Array, "g n c"]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Backbone:
+    """A model to evaluate, and how its parameters lie.
+
+    Attributes:
+        weights: the model.
+        denoiser: evaluates it.
+    """
+
+    weights: ShardedModule
+    denoiser: Denoiser
+
+    def evaluate(self, shards: Any, mesh: Mesh) -> Evaluate:
+        """Inside `shard_map`: the evaluation, with parameters gathered a layer ahead."""
+        module, layer_scan = self.weights.gathered(shards, mesh)
+
+        def evaluate(rows: DenoiserRows, attention: Attention) -> Array:
+            return self.denoiser(module, rows, attention, layer_scan)
+
+        return evaluate
+
+
+class Batch(NamedTuple):
+    """Requests to sample, as a program takes them.
+
+    Attributes:
+        grids: (r, 3) image tokens of each request along (t, h, w), replicated; zeros for no request.
+        tables: of the layout; None where it needs none.
+    """
+
+    grids: Any
+    tables: Any
+
+
+def _specs(layout: Layout) -> Batch:
+    return Batch(P(), layout.table_specs)
+
+
+def _here(batch: Batch) -> Batch:
+    """Inside `shard_map`: tables without their device axis."""
+    return batch._replace(tables=jax.tree.map(lambda x: x[0], batch.tables))
+
+
+def make_start(layout: Layout, channels: int) -> Callable[..., SamplerState]:
+    """The jitted `start(keys, names, batch)`: the state of noise.
+
+    Args:
+        layout: of the batch.
+        channels: of a row.
+
+    Returns:
+        A function of key data (r, 2) of threefry keys and names (r,), both replicated (see `request_noise`), and a
+        `Batch`; its arrays are (devices, rows, channels), sharded over devices.
+    """
+
+    def device_start(keys: Array, names: Array, batch: Batch) -> SamplerState:
+        batch = _here(batch)
+        home = layout.home(batch.grids, batch.tables)
+        wrapped = jax.random.wrap_key_data(keys, impl="threefry2x32")
+        noise = request_noise(wrapped, names, home.request, home.token, channels)
+        return jax.tree.map(lambda x: x[None], initial_state(noise))
+
+    by_device = P(layout.axes)
+    return jax.jit(
+        jax.shard_map(
+            device_start,
+            mesh=layout.mesh,
+            in_specs=(P(), P(), _specs(layout)),
+            out_specs=by_device,
+            check_vma=False,
+        )
+    )
+
+
+def make_evaluation(
+    layout: Layout, backbone: Backbone, compiler_options: Mapping[str, Any] | None = None
+) -> Callable[..., tuple[SamplerState, Array]]:
+    """The jitted `evaluation(params, state, time, coefficients, conditions, batch)`; donates the state.
+
+    Args:
+        layout: of the batch.
+        backbone: what is evaluated.
+        compiler_options: as `jax.jit` takes them.
+
+    Returns:
+        A function of the backbone's parameters; the state; time (r,) and coefficients (r, 2, 3) of a `SamplingTable`'s
+        evaluation, replicated; `Conditions`, replicated; and a `Batch`. It returns the next state, and for each request
+        whether all its values are finite, (r,) replicated.
+    """
+
+    def device_evaluation(
+        params: Any, state: SamplerState, time: Array, coefficients: Array, given: Conditions, batch: Batch
+    ) -> tuple[SamplerState, Array]:
+        batch, state = _here(batch), jax.tree.map(lambda x: x[0], state)
+        home = layout.home(batch.grids, batch.tables)
+        evaluate = backbone.evaluate(params, layout.mesh)
+        predictions = layout.predict(evaluate, state.rows, time, given, batch.grids, batch.tables)
+        prediction = guided(predictions, given.scale[jnp.maximum(home.request - 1, 0)])
+        state = advance(state, prediction, coefficients, home.request)
+        bad = ~jnp.isfinite(state.rows).all(axis=1) & (home.request > 0)
+        counts = jnp.zeros(layout.requests + 1, jnp.int32).at[home.request].add(bad)
+        finite = lax.psum(counts, layout.axes)[1:] == 0
+        return jax.tree.map(lambda x: x[None], state), finite
+
+    by_device, params = P(layout.axes), backbone.weights.specs(layout.mesh)
+    return jax.jit(
+        jax.shard_map(
+            device_evaluation,
+            mesh=layout.mesh,
+            in_specs=(params, by_device, P(), P(), P(), _specs(layout)),
+            out_specs=(by_device, P()),
+            check_vma=False,
+        ),
+        donate_argnums=1,
+        compiler_options=None if compiler_options is None else dict(compiler_options),
+    )

@@ -1,0 +1,169 @@
+"""The engine: the same pictures on any devices and in any batch, few programs, failures that stay alone."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdit.encoders import Grid
+from jaxdit.sampling import (
+    Backbone,
+    CancelledError,
+    Conditions,
+    Engine,
+    LabelDenoiser,
+    Request,
+    ShardedModule,
+    TextDenoiser,
+)
+from jaxdit.sampling._buckets import SizeBuckets
+from jaxdit.sampling._request import with_defaults
+from jaxdit.schedulers import FlowTimes, Scheduler, heun
+from tests.sampling.sampling_cases import CHANNELS, POOLED, TEXT_CHANNELS, dit, mmdit
+
+TEXT = 8
+
+
+@dataclass
+class TinyPipeline:
+    """Captions are hashed to features; rows are shown as they are."""
+
+    kind: object = mmdit
+    scheduler: Scheduler = field(default_factory=lambda: Scheduler(FlowTimes(), heun))
+    channels: int = CHANNELS
+    num_heads: int = 4
+    head_dim: int = 8
+    largest_tokens: int = 1024
+    text_tokens: int = TEXT
+
+    @cached_property
+    def _made(self):
+        return self.kind()
+
+    @cached_property
+    def backbone(self):
+        denoiser = TextDenoiser() if self.kind is mmdit else LabelDenoiser(CHANNELS)
+        return Backbone(ShardedModule(self._made[0], jnp.float32), denoiser)
+
+    def params(self, shardings):
+        return jax.device_put(self._made[1], shardings)
+
+    def checked(self, request):
+        return with_defaults(request, steps=3, guidance=2.0)
+
+    def grid(self, request):
+        return Grid(request.frames, request.height, request.width)
+
+    def is_guided(self, request):
+        return request.guidance != 1
+
+    def conditions(self, requests, *, is_guided):
+        prompts = [[r.prompt for r in requests], [r.negative_prompt or "" for r in requests]][: 1 + is_guided]
+        lengths = np.array([[min(len(p), TEXT) for p in row] for row in prompts], np.int32)
+        if self.kind is dit:
+            labels = np.array([[int(p) for p in prompts[0]], [5] * len(requests)][: 1 + is_guided], np.int32)
+            scale = np.array([r.guidance for r in requests], np.float32)
+            return Conditions(None, np.zeros_like(labels), None, labels, None, scale)
+
+        def features(prompt, shape):
+            return np.random.default_rng([*prompt.encode(), 1]).normal(size=shape)
+
+        text = np.array([[features(p, (TEXT, TEXT_CHANNELS)) for p in row] for row in prompts], np.float32)
+        pooled = np.array([[features(p, POOLED) for p in row] for row in prompts], np.float32)
+        return Conditions(
+            text, lengths, pooled, None, None, np.array([r.guidance for r in requests], np.float32)
+        )
+
+    def decode(self, rows, grid):
+        pixels = np.clip(128 + 40 * rows[:, :3], 0, 255)
+        self.last = rows
+        return pixels.reshape(grid.t, grid.h, grid.w, 3).astype(np.uint8)
+
+    def about(self, request):
+        return {"prompt": request.prompt}
+
+
+REQUESTS = [
+    Request("a cat", 4, 5),
+    Request("two dogs", 6, 3, seed=7, steps=2),
+    Request("", 3, 4, frames=2, negative_prompt="grey"),
+]
+
+
+def latents(engine, requests):
+    """Latents of each request."""
+    found = []
+    decode = engine.pipeline.decode
+    engine.pipeline.decode = lambda rows, grid: found.append(rows) or decode(rows, grid)
+    try:
+        samples = engine.generate(requests)
+    finally:
+        del engine.pipeline.decode
+    assert [s.error for s in samples] == [None] * len(requests)
+    return found
+
+
+def test_pictures_do_not_depend_on_devices_or_on_the_batch():
+    alone = Engine(TinyPipeline(), jax.devices()[:1])
+    expected = [latents(alone, [request])[0] for request in REQUESTS]
+    for devices in (2, 4, 8):
+        engine = Engine(TinyPipeline(), jax.devices()[:devices], devices_per_machine=min(devices, 4))
+        for batch in (REQUESTS, *([request] for request in REQUESTS)):
+            for request, found in zip(batch, latents(engine, batch), strict=True):
+                right = expected[REQUESTS.index(request)]
+                np.testing.assert_allclose(found, right, atol=1e-4 * np.abs(right).max(), rtol=0)
+
+
+def test_classes():
+    requests = [Request("3", 4, 4), Request("0", 2, 6)]
+    pipeline = TinyPipeline(dit, text_tokens=0)
+    one, four = (Engine(pipeline, jax.devices()[:n]) for n in (1, 4))
+    for found, right in zip(latents(four, requests), latents(one, requests), strict=True):
+        np.testing.assert_allclose(found, right, atol=1e-4 * np.abs(right).max(), rtol=0)
+
+
+def test_given_noise_is_what_sampling_starts_from():
+    engine = Engine(TinyPipeline(), jax.devices()[:4])
+    rng = np.random.default_rng(0)
+    noise = rng.normal(size=(20, CHANNELS)).astype(np.float32)
+    request = Request("a cat", 4, 5, noise=noise)
+    (found,) = latents(engine, [request])
+    several = latents(engine, [Request("a cat", 3, 3), request])
+    np.testing.assert_allclose(several[1], found, atol=1e-4 * np.abs(found).max(), rtol=0)
+    assert np.abs(found - latents(engine, [Request("a cat", 4, 5)])[0]).max() > 0.1
+
+
+def test_a_request_that_is_not_finite_fails_alone():
+    engine = Engine(TinyPipeline(), jax.devices()[:2])
+    bad = Request("a cat", 4, 5, noise=np.full((20, CHANNELS), np.nan, np.float32))
+    samples = engine.generate([REQUESTS[1], bad])
+    assert samples[0].error is None
+    assert samples[1].frames is None
+    assert "at step 1 of 3" in str(samples[1].error)
+
+
+def test_progress_and_cancelling():
+    engine = Engine(TinyPipeline(), jax.devices()[:2])
+    seen = []
+    engine.generate(REQUESTS[:1], progress=lambda *x: seen.append(x))
+    assert seen == [(i, 5) for i in range(1, 6)]  # Heun asks twice in each step but the last
+    with pytest.raises(CancelledError, match="after 2 of 5"):
+        engine.generate(REQUESTS[:1], progress=lambda done, _: done == 2)
+
+
+def test_no_requests():
+    with pytest.raises(ValueError, match="at least one request"):
+        Engine(TinyPipeline(), jax.devices()[:1]).generate([])
+
+
+def test_fifty_sizes_need_few_programs():
+    rng = np.random.default_rng(0)
+    for most in (1, 2, 6):
+        for sizes in (rng.integers(1, 20_000, 50), np.arange(20_000, 1, -399), np.arange(1, 20_000, 399)):
+            buckets = SizeBuckets(most, 20_000)
+            found = [buckets.fit(int(size)) for size in sizes]
+            assert all(have >= size for have, size in zip(found, sizes, strict=True))
+            assert len(set(found)) <= len(buckets.sizes) <= most
