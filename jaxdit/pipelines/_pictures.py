@@ -29,7 +29,7 @@ class PictureDecoder:
         latents = latents_of_rows(rows, grid, patch, channels_last=channels_last)
         return np.concatenate([self._frame(frame[None]) for frame in latents])
 
-    def _frame(self, latents: Float[np.ndarray, "1 h w c"]) -> UInt8[np.ndarray, "1 h w 3"]:
+    def _frame(self, latents: Float[np.ndarray, "1 h w c"]) -> UInt8[np.ndarray, "1 h_out w_out 3"]:
         given = self._model.denormalized(jnp.asarray(latents, jnp.float32))
         pixels = decode_split(self._model, given, mesh=self._mesh, axis_names=self._mesh.axis_names)
         shown = _on_host(jnp.clip(pixels / 2 + 0.5, 0, 1))

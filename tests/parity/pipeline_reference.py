@@ -29,5 +29,6 @@ def run_pipeline_reference(case: PipelineCase, folder: Path) -> dict[str, np.nda
             max_sequence_length=TEXT_TOKENS,
             output_type="np",
         ).images
-        results[str(number)] = np.round(255 * image).astype(np.uint8)
+        # safetensors writes a transposed array as if it were not.
+        results[str(number)] = np.ascontiguousarray(np.round(255 * image).astype(np.uint8))
     return results
