@@ -106,17 +106,27 @@ def latents(engine, requests):
     return found
 
 
-def test_pictures_do_not_depend_on_devices_or_on_the_batch():
-    alone = Engine(TinyPipeline(), jax.devices()[:1])
-    expected = [latents(alone, [request])[0] for request in REQUESTS]
-    for devices in (2, 4, 8):
-        engine = Engine(TinyPipeline(), jax.devices()[:devices], devices_per_machine=min(devices, 4))
-        for batch in (REQUESTS, *([request] for request in REQUESTS)):
-            for request, found in zip(batch, latents(engine, batch), strict=True):
-                right = expected[REQUESTS.index(request)]
-                np.testing.assert_allclose(found, right, atol=1e-4 * np.abs(right).max(), rtol=0)
+@pytest.fixture(scope="module")
+def alone():
+    """Latents of each request, on one device and alone."""
+    engine = Engine(TinyPipeline(), jax.devices()[:1])
+    return [latents(engine, [request])[0] for request in REQUESTS]
 
 
+@pytest.mark.parametrize(
+    "batch", [REQUESTS, *([request] for request in REQUESTS)], ids=["all", "0", "1", "2"]
+)
+@pytest.mark.parametrize(
+    "devices", [pytest.param(2, marks=pytest.mark.full), 4, pytest.param(8, marks=pytest.mark.full)]
+)
+def test_pictures_do_not_depend_on_devices_or_on_the_batch(alone, devices, batch):
+    engine = Engine(TinyPipeline(), jax.devices()[:devices], devices_per_machine=min(devices, 4))
+    for request, found in zip(batch, latents(engine, batch), strict=True):
+        right = alone[REQUESTS.index(request)]
+        np.testing.assert_allclose(found, right, atol=1e-4 * np.abs(right).max(), rtol=0)
+
+
+@pytest.mark.full
 def test_classes():
     requests = [Request("3", 4, 4), Request("0", 2, 6)]
     pipeline = TinyPipeline(dit, text_tokens=0)
@@ -125,6 +135,7 @@ def test_classes():
         np.testing.assert_allclose(found, right, atol=1e-4 * np.abs(right).max(), rtol=0)
 
 
+@pytest.mark.full
 def test_given_noise_is_what_sampling_starts_from():
     engine = Engine(TinyPipeline(), jax.devices()[:4])
     rng = np.random.default_rng(0)

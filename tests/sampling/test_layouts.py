@@ -87,8 +87,11 @@ def planned(mesh, given, grids, *, heads=4):
     return layout, layout.tables(steps, list(range(devices)))
 
 
-@pytest.mark.parametrize("branches", [1, 2])
-@pytest.mark.parametrize("devices", [1, 3, 8])
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize("branches", [pytest.param(1, marks=FULL), 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=FULL), 3, pytest.param(8, marks=FULL)])
 def test_packed_requests_of_several_sizes(devices, branches):
     mesh = sequence_mesh(jax.devices()[:devices], ulysses_degree=devices)
     grids = np.array([(1, 4, 5), (2, 3, 4), (1, 1, 1), (0, 0, 0), (1, 2, 6)], np.int32)
@@ -115,8 +118,10 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("branches", [1, 2])
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("branches", [pytest.param(1, marks=FULL), 2])
+@pytest.mark.parametrize(
+    "name", [name if name in ("usp", "torus") else pytest.param(name, marks=FULL) for name in MESHES]
+)
 def test_a_sequence_over_all_devices(name, branches):
     degrees = MESHES[name]
     devices = degrees["ulysses_degree"] * degrees.get("ring_degree", 1)
