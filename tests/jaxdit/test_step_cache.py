@@ -12,18 +12,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxdit.models import DiT, DiTConfig, ImageLabelRows, ImageTextRows, MMDiT, MMDiTConfig
-from jaxdit.sampling import (
-    FlowTimes,
-    Scheduler,
-    StagedModel,
-    StepCache,
-    advance,
-    cache_error,
-    cached_call,
-    initial_cache,
-    initial_state,
-    integrate,
-)
+from jaxdit.sampling import StagedModel, StepCache, cache_error, cached_call, initial_cache
+from jaxdit.schedulers import FlowTimes, Scheduler, advance, initial_state, integrate
 from tests.oracles_models import masked_attention
 
 CONFIG = DiTConfig(
