@@ -19,7 +19,12 @@ __all__ = ["decode_split", "encode_split"]
 
 
 def decode_split(
-    model: AutoencoderKL, latents: Float[Array, "b h w c"], *, mesh: Mesh, axis_names: tuple[str, ...]
+    model: AutoencoderKL,
+    latents: Float[Array, "b h w c"],
+    *,
+    mesh: Mesh,
+    axis_names: tuple[str, ...],
+    size: tuple[int, int] | None = None,
 ) -> Float[Array, "b h_out w_out c_out"]:
     """What `model.decode` gives, each picture's rows divided over devices. Global arrays, compiled.
 
@@ -34,14 +39,22 @@ def decode_split(
         latents: as for `model.decode`.
         mesh: of all devices that take part; over axes that are not in `axis_names` all do the same.
         axis_names: axes that share a picture, the outermost first.
+        size: height and width of the pictures in the upper left corner of `latents`, where these do not fill it. It is
+            data: one program serves all sizes.
 
     Returns:
-        Float32 pixels; rows divided over the axes where the devices share them evenly.
+        Float32 pixels; rows divided over the axes where the devices share them evenly. Of any value past `size`.
 
     Raises:
-        ValueError: for axes that the mesh does not have, or has twice; and as `model.decode`.
+        ValueError: for axes that the mesh does not have, or has twice; a size that does not fit; and as `model.decode`.
     """
-    return _split("decode_split", AutoencoderKL.decode, model, latents, mesh, axis_names)
+    if size is not None and not (1 <= size[0] <= latents.shape[1] and 1 <= size[1] <= latents.shape[2]):
+        raise ValueError(
+            f"decode_split: size is 1 to {latents.shape[1]} rows and 1 to {latents.shape[2]} columns of latents; got"
+            f" size={size}. Fill the latents up, or leave it out."
+        )
+    real = None if size is None else jnp.asarray(size, jnp.int32)
+    return _split("decode_split", AutoencoderKL.decode, model, latents, mesh, axis_names, real)
 
 
 def encode_split(
@@ -58,6 +71,7 @@ def _split(
     x: Array,
     mesh: Mesh,
     axis_names: tuple[str, ...],
+    size: Any = None,
 ) -> Any:
     if (
         not axis_names
@@ -74,13 +88,14 @@ def _split(
             f"{name}: heights must be multiples of {unit}; got pictures {x.shape}. Resize or crop them, channels last."
         )
     graph, state = nnx.split(model)
-    return _run(state, x, graph=graph, method=method, unit=unit, mesh=mesh, axis_names=axis_names)
+    return _run(state, x, size, graph=graph, method=method, unit=unit, mesh=mesh, axis_names=axis_names)
 
 
 @partial(jax.jit, static_argnames=("graph", "method", "unit", "mesh", "axis_names"))
 def _run(
     state: Any,
     x: Array,
+    size: Any,
     *,
     graph: Any,
     method: Callable[..., Any],
@@ -93,9 +108,9 @@ def _run(
     padded = -(-height // devices) * devices
     divided = P(None, axis_names)
 
-    def run_loc(state: Any, x: Array) -> Any:
-        return method(nnx.merge(graph, state), x, rows=PictureRows(axis_names, height))
+    def run_loc(state: Any, x: Array, size: Any) -> Any:
+        return method(nnx.merge(graph, state), x, rows=PictureRows(axis_names, height, size))
 
-    run: Any = jax.shard_map(run_loc, mesh=mesh, in_specs=(P(), divided), out_specs=divided)
-    out = run(state, jnp.pad(x, ((0, 0), (0, (padded - height) * unit), (0, 0), (0, 0))))
+    run: Any = jax.shard_map(run_loc, mesh=mesh, in_specs=(P(), divided, P()), out_specs=divided)
+    out = run(state, jnp.pad(x, ((0, 0), (0, (padded - height) * unit), (0, 0), (0, 0))), size)
     return jax.tree.map(lambda y: y[:, : y.shape[1] // padded * height], out)

@@ -30,6 +30,7 @@ from ..encoders import (
 from ..models import MMDiT, MMDiTConfig
 from ..sampling import (
     Backbone,
+    CanvasBuckets,
     Conditions,
     Request,
     ShardedModule,
@@ -49,7 +50,8 @@ _PATCH = 2
 _DEV_STEPS, _SCHNELL_STEPS = 28, 4
 _DEV_TOKENS, _SCHNELL_TOKENS = 512, 256
 _DEV_GUIDANCE = 3.5
-_MOST_PIXELS = 4096 * 4096
+_MOST_PIXELS, _MOST_SIDE = 4096 * 4096, 8192
+_DECODER_PROGRAMS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +223,9 @@ class FluxPipeline:
             nnx.eval_shape(lambda: AutoencoderKL(config, rngs=nnx.Rngs(0))), jnp.float32, "one"
         )
         params = self._load("vae", config, weights, jnp.float32)
-        return PictureDecoder(nnx.merge(nnx.graphdef(weights.module), params), self.mesh)
+        side = _MOST_SIDE // config.factor
+        buckets = CanvasBuckets(_DECODER_PROGRAMS, (side, side))
+        return PictureDecoder(nnx.merge(nnx.graphdef(weights.module), params), self.mesh, buckets)
 
     def _load(self, name: str, config: Any, weights: ShardedModule, dtype: Any = None) -> Any:
         return load_params(
@@ -246,7 +250,13 @@ class FluxPipeline:
                 f"guidance: this model has no distilled guidance; got guidance={request.guidance}. Leave it out, or set"
                 " true_guidance for classifier-free guidance."
             )
-        check_request(request, unit=self.pixels_per_token, most_pixels=_MOST_PIXELS, channels=self.channels)
+        check_request(
+            request,
+            unit=self.pixels_per_token,
+            most_pixels=_MOST_PIXELS,
+            most_side=_MOST_SIDE,
+            channels=self.channels,
+        )
         if request.frames != 1:
             raise ValueError(f"frames: this model makes pictures; got frames={request.frames}. Give 1.")
         # Texts are tokenised here, so that one that is too long is refused before anything is computed.

@@ -1,5 +1,7 @@
 """Sampling on a mesh: one picture or clip on all devices, or many of any mixture of sizes at once."""
 
+from ._buckets import CanvasBuckets as CanvasBuckets
+from ._buckets import SizeBuckets as SizeBuckets
 from ._denoiser import Conditions as Conditions
 from ._denoiser import Denoiser as Denoiser
 from ._denoiser import DenoiserRows as DenoiserRows
@@ -29,6 +31,7 @@ __all__ = [
     "CacheError",
     "CacheState",
     "CancelledError",
+    "CanvasBuckets",
     "Conditions",
     "Denoiser",
     "DenoiserRows",
@@ -40,6 +43,7 @@ __all__ = [
     "Request",
     "Sample",
     "ShardedModule",
+    "SizeBuckets",
     "StagedModel",
     "StepCache",
     "TextDenoiser",

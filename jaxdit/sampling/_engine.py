@@ -41,7 +41,7 @@ class Engine:
         devices: to use; all by default.
         devices_per_machine: where what JAX knows does not say it; a process's by default.
         hardware: for plans of one request; by the kind of device by default.
-        programs: most programs that are compiled for single requests, whatever sizes are asked for.
+        programs: programs for single requests, see `SizeBuckets`.
         compiler_options: of evaluations, as `jax.jit` takes them; a plan's own go before them.
 
     Raises:

@@ -70,7 +70,9 @@ def with_defaults(request: Request, **defaults: Any) -> Request:
 _MOST_STEPS = 1000
 
 
-def check_request(request: Request, *, unit: int, most_pixels: int, channels: int) -> None:
+def check_request(
+    request: Request, *, unit: int, most_pixels: int, channels: int, most_side: int | None = None
+) -> None:
     """Refuse what no model of this kind can make.
 
     Args:
@@ -78,6 +80,7 @@ def check_request(request: Request, *, unit: int, most_pixels: int, channels: in
         unit: pixels along the edge of a token.
         most_pixels: of a frame.
         channels: of a row of latents.
+        most_side: largest height and width; any if None.
 
     Raises:
         ValueError: naming the rule, the value and the way out.
@@ -87,6 +90,10 @@ def check_request(request: Request, *, unit: int, most_pixels: int, channels: in
         if value < unit or value % unit:
             nearest = max(round(value / unit), 1) * unit
             raise ValueError(f"{name}: a positive multiple of {unit}; got {name}={value}. Try {nearest}.")
+    if most_side is not None and max(request.height, request.width) > most_side:
+        raise ValueError(
+            f"height, width: at most {most_side:,} each; got {request.height} x {request.width}. Make it less long."
+        )
     if request.height * request.width > most_pixels:
         raise ValueError(
             f"height, width: at most {most_pixels:,} pixels; got {request.height} x {request.width}. Make it smaller."

@@ -26,6 +26,7 @@ from jaxdit.encoders import (
     encoder_chain,
     run_chain,
 )
+from jaxdit.encoders._autoencoder_split import _run
 from jaxdit.encoders._picture_rows import WHOLE
 from tests.parity.autoencoder import (
     AUTOENCODER_BOUND,
@@ -144,6 +145,21 @@ def test_what_lies_in_padding_is_not_read():
         return model().decode(x, rows=PictureRows(("a",), 9))
 
     assert_close(run(decode, filled)[:, :18], pictures)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (4,), pytest.param((3,), marks=pytest.mark.full)])
+def test_one_program_decodes_all_sizes_that_its_array_holds(sizes):
+    latents, pictures, _ = whole(9)
+    mesh, width = mesh_of(*sizes), latents.shape[2]
+    canvas = jnp.full((2, 13, width + 3, 3), jnp.nan).at[:, :9, :width].set(latents)
+    decode = partial(decode_split, model(), mesh=mesh, axis_names=mesh.axis_names)
+    compiled = _run._cache_size()
+    assert_close(decode(canvas, size=(9, width))[:, :18, : 2 * width], pictures)
+    smaller = decode(canvas, size=(5, 2))[:, :10, :4]
+    assert_close(smaller, run(lambda x: model().decode(x), latents[:, :5, :2]))
+    assert _run._cache_size() == compiled + 1
+    with pytest.raises(ValueError, match=r"size is 1 to 13 rows and 1 to .* got size=\(14, 2\)"):
+        decode(canvas, size=(14, 2))
 
 
 def test_gradients_of_divided_rows():

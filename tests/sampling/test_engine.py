@@ -19,7 +19,7 @@ from jaxdit.sampling import (
     ShardedModule,
     TextDenoiser,
 )
-from jaxdit.sampling._buckets import SizeBuckets
+from jaxdit.sampling._buckets import CanvasBuckets, SizeBuckets
 from jaxdit.sampling._request import with_defaults
 from jaxdit.schedulers import FlowTimes, Scheduler, heun
 from tests.sampling.sampling_cases import CHANNELS, POOLED, TEXT_CHANNELS, dit, mmdit
@@ -170,11 +170,26 @@ def test_no_requests():
         Engine(TinyPipeline(), jax.devices()[:1]).generate([])
 
 
-def test_fifty_sizes_need_few_programs():
-    rng = np.random.default_rng(0)
-    for most in (1, 2, 6):
-        for sizes in (rng.integers(1, 20_000, 50), np.arange(20_000, 1, -399), np.arange(1, 20_000, 399)):
-            buckets = SizeBuckets(most, 20_000)
-            found = [buckets.fit(int(size)) for size in sizes]
-            assert all(have >= size for have, size in zip(found, sizes, strict=True))
-            assert len(set(found)) <= len(buckets.sizes) <= most
+@pytest.mark.parametrize("seed", range(20))
+def test_fifty_random_sizes_need_few_programs(seed):
+    rng = np.random.default_rng(seed)
+    buckets, canvases = SizeBuckets(6, 65_536), CanvasBuckets(6, (1024, 1024))
+    for height, width in rng.integers(32, 257, (50, 2)).tolist():
+        size = (height // 2) * (width // 2)
+        assert size <= buckets.fit(size)
+        rows, columns = canvases.fit(height, width)
+        assert rows >= height
+        assert columns >= width
+    assert len(buckets.sizes) <= 6
+    assert len(canvases.sizes) <= 6
+
+
+@pytest.mark.parametrize(
+    "sizes", [range(1, 20_000, 399), range(20_000, 1, -399), [20_000], [1, 20_000, 19_000]]
+)
+def test_sizes_that_rise_or_fall_need_as_many_more_as_they_double(sizes):
+    buckets = SizeBuckets(2, 20_000)
+    for size in sizes:
+        assert size <= buckets.fit(size) <= 20_096
+    assert len(buckets.sizes) <= 2 + 8
+    assert SizeBuckets(1, 20_000).fit(12_000) == 20_096
