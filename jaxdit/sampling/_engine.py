@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from ._buckets import SizeBuckets
 from ._denoiser import Conditions
 from ._pipeline import Pipeline
 from ._plan import BatchPlan, BatchPlanner, batch_shape
-from ._program import Batch, Layout, make_evaluation, make_start
+from ._program import Batch, Layout, make_evaluation, make_home, make_start
 from ._request import NonFiniteError, Request, Sample
 
 _LOG = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Engine:
             padded=devices[0].platform == "cpu",
         )
         self._params: tuple[Mesh, Any] | None = None
-        self._programs: dict[Any, tuple[Any, Any]] = {}
+        self._programs: dict[Any, Programs] = {}
 
     @property
     def num_programs(self) -> int:
@@ -125,16 +125,26 @@ class Engine:
             self._params = mesh, jax.device_put(self._params[1], shardings)
         return self._params[1]
 
-    def program(self, plan: BatchPlan) -> tuple[Any, Any]:
-        """(start, evaluation) for a layout."""
+    def programs(self, plan: BatchPlan) -> "Programs":
+        """Those of a layout, made once."""
         layout = plan.layout
         key = layout, tuple(plan.compiler_options.items())
         if key not in self._programs:
             backbone = self.pipeline.backbone
             options = {**self._options, **plan.compiler_options}
             evaluation = make_evaluation(layout, backbone, options or None)
-            self._programs[key] = make_start(layout, self.pipeline.channels), evaluation
+            self._programs[key] = Programs(
+                make_start(layout, self.pipeline.channels), evaluation, make_home(layout)
+            )
         return self._programs[key]
+
+
+class Programs(NamedTuple):
+    """Compiled for a layout: `make_start`, `make_evaluation`, `make_home`."""
+
+    start: Callable[..., SamplerState]
+    evaluation: Callable[..., tuple[SamplerState, Any]]
+    home: Callable[[Batch], Any]
 
 
 class _Running:
@@ -150,7 +160,7 @@ class _Running:
     ) -> None:
         self.layout: Layout = plan.layout
         self.requests, self.grids = requests, grids
-        self.start, self.evaluation = engine.program(plan)
+        self.programs = engine.programs(plan)
         self.params = engine.params_on(self.layout.mesh)
         self.channels = engine.pipeline.channels
         self.table = sampling_table(engine.pipeline.scheduler, requests, grids.prod(1), self.layout.requests)
@@ -167,7 +177,9 @@ class _Running:
         finite: list[Any] = []
         for index in range(evaluations):
             time, coefficients = (self._replicated(x[index]) for x in self.table[:2])
-            state, here = self.evaluation(self.params, state, time, coefficients, self.given, self.batch)
+            state, here = self.programs.evaluation(
+                self.params, state, time, coefficients, self.given, self.batch
+            )
             finite.append(here)
             # One evaluation runs while the next is prepared; no more, so that a batch can be stopped.
             if index:
@@ -182,7 +194,7 @@ class _Running:
         keys = np.stack([np.asarray(jax.random.key_data(seed)) for seed in seeds])
         keys = np.pad(keys, ((0, missing), (0, 0)))
         names = np.pad(np.array([r.number for r in self.requests], np.int32), (0, missing))
-        state = self.start(self._replicated(keys), self._replicated(names), self.batch)
+        state = self.programs.start(self._replicated(keys), self._replicated(names), self.batch)
         if all(request.noise is None for request in self.requests):
             return state
         rows = np.array(_on_host(state.rows))
@@ -200,7 +212,7 @@ class _Running:
 
     def _places(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Where each request's rows are: devices, rows there, and the tokens that they are."""
-        home = home_of(self.layout)(self.batch)
+        home = self.programs.home(self.batch)
         request, token = _on_host(home.request), _on_host(home.token)
         for number in range(len(self.requests)):
             devices, places = np.nonzero(request == number + 1)
@@ -243,20 +255,6 @@ def _ordered(layout: Layout) -> list[Any]:
     """Devices in the order of the layout's axes."""
     mesh = layout.mesh
     return mesh.devices.transpose([mesh.axis_names.index(name) for name in layout.axes]).ravel().tolist()
-
-
-def home_of(layout: Layout) -> Callable[[Batch], Any]:
-    """A jitted function to the `HomeRows` of all devices, (devices, rows)."""
-
-    def device_home(batch: Batch) -> Any:
-        tables = jax.tree.map(lambda x: x[0], batch.tables)
-        return jax.tree.map(lambda x: x[None], layout.home(batch.grids, tables))
-
-    specs = Batch(P(), layout.table_specs)
-    by_device = P(layout.axes)
-    return jax.jit(
-        jax.shard_map(device_home, mesh=layout.mesh, in_specs=(specs,), out_specs=by_device, check_vma=False)
-    )
 
 
 def _on_host(x: jax.Array) -> np.ndarray:

@@ -123,6 +123,24 @@ def make_start(layout: Layout, channels: int) -> Callable[..., SamplerState]:
     )
 
 
+def make_home(layout: Layout) -> Callable[[Batch], HomeRows]:
+    """The jitted `home(batch)`: `HomeRows` of all devices, (devices, rows), sharded over devices."""
+
+    def device_home(batch: Batch) -> HomeRows:
+        batch = _here(batch)
+        return jax.tree.map(lambda x: x[None], layout.home(batch.grids, batch.tables))
+
+    return jax.jit(
+        jax.shard_map(
+            device_home,
+            mesh=layout.mesh,
+            in_specs=(_specs(layout),),
+            out_specs=P(layout.axes),
+            check_vma=False,
+        )
+    )
+
+
 def make_evaluation(
     layout: Layout, backbone: Backbone, compiler_options: Mapping[str, Any] | None = None
 ) -> Callable[..., tuple[SamplerState, Array]]:
