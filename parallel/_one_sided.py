@@ -140,11 +140,12 @@ def one_sided_ring_attention(
     )
     check_puts(caller, puts)
     if lax.axis_size(axis_name) == 1:
-        return local_attention(
+        out = local_attention(
             inputs.q, inputs.k, inputs.v, BlockMask(), scale=inputs.scale, block_attention=inputs.block
         )
+        return inputs.alone(out)
     ring = Ring(axis_name, inputs.block, inputs.scale)
-    return _attend(puts, ring, inputs.q, jnp.stack([inputs.k, inputs.v]))
+    return inputs.alone(_attend(puts, ring, inputs.q, jnp.stack([inputs.k, inputs.v])))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -52,11 +52,13 @@ def ring_attention(
         q, k, v: this device's rows; heads of keys divide those of queries; lengths of queries and keys may differ.
         axis_name: mesh axis, or tuple of axes; a size of 1 computes attention locally.
         segment_ids: of the device's rows, (b, l_loc), or (query ids, key ids): rows attend to keys of their id. At
-            most 0 = padding, whose output is zero. `pad_sequence` makes any length divisible with them.
+            most 0 = padding, whose output is zero. Of a pair None stands for rows that are all of segment 1.
+            `pad_sequence` makes any length divisible with them.
         causal: queries attend to keys that are not behind them; tokens are numbered along the axis, those of the text
-            before all others. A device skips the keys of others that are all behind its queries: those at the axis' end
-            have more work than those at its start. Fast kernels of GPUs take keys that all come before the queries, and
-            as many keys as queries at the same positions; what else a mask cuts is plain JAX there too.
+            before all others. A device skips the keys of others that are all behind its queries, which then hide no
+            transfer: those at the axis' end have more work than those at its start. Fast kernels of GPUs take keys that
+            all come before the queries, and without ids, in half precision, as many keys as queries at the same
+            positions; what else a mask cuts is plain JAX there too.
         text: text that is the same on all devices.
         keys_replicated: k and v are short and the same on all devices (cross-attention): nothing moves. Their gradients
             are each device's share.
@@ -148,6 +150,7 @@ def attend_replicated(inputs: Inputs) -> Array:
             f" text={'no' if inputs.text is None else 'yes'}. Join the text to k and v, or shard k and v."
         )
     mask = BlockMask(inputs.q_ids, inputs.kv_ids)
-    return local_attention(
+    out = local_attention(
         inputs.q, inputs.k, inputs.v, mask, scale=inputs.scale, block_attention=inputs.block
     )
+    return inputs.alone(out)

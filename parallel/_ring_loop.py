@@ -48,15 +48,16 @@ class Queries(NamedTuple):
         """Some of them, wherever in the sequence."""
         return Queries(self.q[:, rows], None if self.ids is None else self.ids[:, rows])
 
-    def runs(self) -> list["Queries"]:
-        """Each run alone; all rows together where it does not matter where they are."""
-        if self.positions is None or len(self.positions) == 1:
-            return [self]
-        length = self.q.shape[1] // len(self.positions)
-        return [
-            self.rows(slice(i * length, (i + 1) * length))._replace(positions=self.positions[i : i + 1])
-            for i in range(len(self.positions))
-        ]
+    def runs(self) -> "Queries":
+        """All runs, stacked in front: positions are (runs, 1)."""
+        assert self.positions is not None
+        runs = len(self.positions)
+
+        def stacked(x: Array) -> Array:
+            return jnp.moveaxis(x.reshape(x.shape[0], runs, -1, *x.shape[2:]), 1, 0)
+
+        ids = None if self.ids is None else stacked(self.ids)
+        return Queries(stacked(self.q), ids, self.positions[:, None])
 
 
 class Keys(NamedTuple):
@@ -100,14 +101,20 @@ class Ring:
         """Devices."""
         return lax.axis_size(self.axis_name)
 
-    def attend(self, queries: Queries, keys: Keys) -> Partial:
-        """Of these queries to these keys, here; a run of queries that all keys come after is not computed."""
-        runs = [self._attend_run(run, keys) for run in queries.runs()]
-        if len(runs) == 1:
-            return runs[0]
-        return Partial(*(jnp.concatenate(x, axis=1) for x in zip(*runs, strict=True)))
+    def attend(self, queries: Queries, keys: Keys, at_same: bool | None = None) -> Partial:
+        """Of these queries to these keys, here; a run of queries that all keys come after is not computed.
 
-    def _attend_run(self, queries: Queries, keys: Keys) -> Partial:
+        Args:
+            queries, keys: to attend.
+            at_same: as of `_by_place`, of every run.
+        """
+        if queries.positions is None or len(queries.positions) == 1:
+            return self._attend_run(queries, keys, at_same)
+        # A loop: written out, the program would grow with the square of the machines.
+        runs = lax.map(lambda run: self._attend_run(run, keys, at_same), queries.runs())
+        return Partial(*(jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in runs))
+
+    def _attend_run(self, queries: Queries, keys: Keys, at_same: bool | None) -> Partial:
         k, v = keys.kv
 
         def under(mask: Callable[[Queries, Keys], BlockMask]) -> Partial:
@@ -116,9 +123,17 @@ class Ring:
         def nothing() -> Partial:
             return empty_partial(queries.q)
 
-        return _by_place(queries, keys, nothing, partial(under, _causal_mask), partial(under, _mask_of_ids))
+        partly, wholly = (partial(under, mask) for mask in (_causal_mask, _mask_of_ids))
+        return _by_place(queries, keys, at_same, (nothing, partly, wholly))
 
-    def gradients(self, queries: Queries, attended: Attended, keys: Keys, rows: slice = _WHOLE) -> Gradients:
+    def gradients(
+        self,
+        queries: Queries,
+        attended: Attended,
+        keys: Keys,
+        rows: slice = _WHOLE,
+        at_same: bool | None = None,
+    ) -> Gradients:
         """What a run of queries, or some rows of it, and these keys contribute to each other's gradients."""
         some, of_some = queries.rows(rows), attended.rows(rows)
 
@@ -133,7 +148,7 @@ class Ring:
         def wholly() -> Gradients:
             return self._contribution(some, of_some, keys, _mask_of_ids(some, keys))
 
-        return _by_place(queries, keys, nothing, partly, wholly)
+        return _by_place(queries, keys, at_same, (nothing, partly, wholly))
 
     def _diagonal_gradients(self, queries: Queries, attended: Attended, keys: Keys, start: int) -> Gradients:
         """Of rows from `start` on, where queries and keys of the block are at the same positions.
@@ -189,47 +204,71 @@ _Result = TypeVar("_Result", Partial, Gradients)
 
 
 def _by_place(
-    queries: Queries,
-    keys: Keys,
-    nothing: Callable[[], _Result],
-    partly: Callable[[], _Result],
-    wholly: Callable[[], _Result],
+    queries: Queries, keys: Keys, at_same: bool | None, by_order: tuple[Callable[[], _Result], ...]
 ) -> _Result:
     """A block's result, by whether its queries come before all keys, among them, or after all of them.
 
     Without positions they attend to all. No collective stands in a branch, for devices take different ones.
+
+    Args:
+        queries, keys: of the block.
+        at_same: whether they are the same part of the sequence, if that is known when the program is traced: with as
+            many keys as queries it decides whether they are among each other, and spares the program branches.
+        by_order: (nothing, partly, wholly).
     """
+    nothing, partly, wholly = by_order
     if queries.positions is None or keys.positions is None:
         return wholly()
+    known = at_same if _is_square(queries, keys) else None
+    if known:
+        return partly()
     first_q, first_k = lax.squeeze(queries.positions, (0,)), lax.squeeze(keys.positions, (0,))
     last_q, last_k = first_q + queries.q.shape[1] - 1, first_k + keys.kv.shape[2] - 1
-    some, every = first_k <= last_q, last_k <= first_q
-    return lax.switch(some.astype(jnp.int32) + every, (nothing, partly, wholly))
+    every = last_k <= first_q
+    if known is not None:
+        return lax.cond(every, wholly, nothing)
+    some = first_k <= last_q
+    return lax.switch(some.astype(jnp.int32) + every.astype(jnp.int32), (nothing, partly, wholly))
 
 
-def ring_forward(ring: Ring, queries: Queries, keys: Keys, start: Partial | None = None) -> Partial:
+def ring_forward(
+    ring: Ring, queries: Queries, keys: Keys, start: Partial | None = None, at_same: bool | None = None
+) -> Partial:
     """Attention of each device's queries to the keys of all devices, and to what `start` has attended already.
 
     Communication per device: R - 1 permutes of k and v.
+
+    Args:
+        ring, queries, keys: of this device.
+        start: what other keys gave.
+        at_same: as of `_by_place`, of a device's own keys; None if that differs by run.
     """
     total = empty_partial(queries.q) if start is None else start
     if ring.size == 1:
-        here = ring.attend(queries, keys)
+        here = ring.attend(queries, keys, at_same)
         return here if start is None else merge(start, here)
 
     def step(carry, number):
         total, moving = carry
-        total = merge(total, ring.attend(queries, _at_step(ring, moving, number)))
+        total = merge(total, ring.attend(queries, _at_step(ring, moving, number), in_loop))
         ahead, _, total = _passed_on(ring, moving, beside=total)
         return (total, ahead), None
 
+    # The loop has the step of own keys, and others.
+    in_loop = None if at_same is not False else False
     steps = jnp.arange(ring.size - 1, dtype=jnp.int32)
     (total, moving), _ = lax.scan(step, (total, keys), steps)
-    return merge(total, ring.attend(queries, _at_step(ring, moving, ring.size - 1)))
+    return merge(total, ring.attend(queries, _at_step(ring, moving, ring.size - 1), at_same=False))
 
 
 def ring_backward(
-    ring: Ring, queries: Queries, attended: Attended, keys: Keys, *, last_is_free: bool = False
+    ring: Ring,
+    queries: Queries,
+    attended: Attended,
+    keys: Keys,
+    *,
+    at_same: bool | None = None,
+    last_is_free: bool = False,
 ) -> Gradients:
     """Gradients of the device's queries, and of its keys from the queries of all devices.
 
@@ -238,20 +277,21 @@ def ring_backward(
 
     Args:
         ring, queries, attended, keys: of this device.
+        at_same: as of `_by_place`, of a device's own keys.
         last_is_free: whether the last block is left to a transfer of the caller, and the last permute ends before it.
     """
     if ring.size == 1:
-        return ring.gradients(queries, attended, keys)
+        return ring.gradients(queries, attended, keys, at_same=at_same)
     half = queries.q.shape[1] // 2
     first, second = slice(0, half), slice(half, None)
 
-    own = ring.gradients(queries, attended, keys, first) if half else None
+    own = ring.gradients(queries, attended, keys, first, at_same) if half else None
     moving, _, own = _passed_on(ring, keys, beside=own)
-    others = ring.gradients(queries, attended, _at_step(ring, moving, 1))
+    others = ring.gradients(queries, attended, _at_step(ring, moving, 1), at_same=False)
 
     def step(carry, number):
         others, moving = carry
-        here = ring.gradients(queries, attended, _at_step(ring, moving, number))
+        here = ring.gradients(queries, attended, _at_step(ring, moving, number), at_same=False)
         ahead, (arrived,), here = _passed_on(ring, moving, others.dkv, beside=here)
         return (Gradients(others.dq + here.dq, arrived + here.dkv), ahead), None
 
@@ -261,9 +301,9 @@ def ring_backward(
         (others, _), _ = lax.scan(step, (others, ahead), steps)
     if last_is_free:
         (home,), (queries, attended) = _permuted(ring, [others.dkv], (queries, attended))
-        rest = ring.gradients(queries, attended, keys, second)
+        rest = ring.gradients(queries, attended, keys, second, at_same)
     else:
-        rest = ring.gradients(queries, attended, keys, second)
+        rest = ring.gradients(queries, attended, keys, second, at_same)
         (home,), rest = _permuted(ring, [others.dkv], rest)
     if own is None:
         return Gradients(others.dq + rest.dq, home + rest.dkv)

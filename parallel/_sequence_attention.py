@@ -13,8 +13,9 @@ from parallel._ulysses_attention import usp_attention
 def sequence_attention(*, torus: bool = False, head_groups: int = 1) -> Callable[..., Any]:
     """`usp_attention` or `torus_attention` over the axes of `sequence_mesh`, whatever their sizes.
 
-    Ulysses alone and a ring alone are `usp_attention` on a mesh whose other axes have size 1. For Torus attention
-    Ulysses spans all machines of a sequence: its ring stays inside them, and it has no groups of heads.
+    Ulysses alone and a ring alone are `usp_attention` on a mesh whose other axes have size 1. Torus attention has no
+    groups of heads. On meshes that are meant for it (`Placement.ULYSSES_ACROSS`, those of plans) Ulysses spans all
+    machines of a sequence; where the ring spans some too, its steps cross machines.
 
     Args:
         torus: whether it is Torus attention.
@@ -49,4 +50,4 @@ def sequence_attention(*, torus: bool = False, head_groups: int = 1) -> Callable
             " run beside attention anyway; leave it out."
         )
     machines, inside = ULYSSES_AXES
-    return partial(torus_attention, machine_axis=machines, ulysses_axis=inside, ring_axis=RING_AXES[1])
+    return partial(torus_attention, machine_axis=machines, ulysses_axis=inside, ring_axis=RING_AXES)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import P, lax
 from jaxtyping import Array, Float, Int
 
 from parallel._block_attention import BlockAttention, check_block
@@ -39,7 +39,7 @@ class JointOutput(NamedTuple):
     text: Float[Array, "b t h d"]
 
 
-SegmentIds = Array | tuple[Array, Array]
+SegmentIds = Array | tuple[Array | None, Array | None]
 
 
 class Inputs(NamedTuple):
@@ -54,6 +54,7 @@ class Inputs(NamedTuple):
         scale: a Python number.
         block: that was given, or that of the platform.
         axes: mesh axes that share a sequence.
+        specs: explicit axes that the types of q and of the text's q named, where they did.
     """
 
     name: str
@@ -68,14 +69,20 @@ class Inputs(NamedTuple):
     scale: float
     block: BlockAttention
     axes: tuple[Any, ...]
+    specs: tuple[P | None, P | None]
 
     @property
     def text_length(self) -> int:
         """Tokens of the text; 0 if there is none."""
         return 0 if self.text is None else self.text.q.shape[1]
 
+    def alone(self, out: Array) -> Array:
+        """What a caller without text gets."""
+        return _named(out, self.specs[0])
+
     def result(self, out: Array, text: Array | None) -> Array | JointOutput:
         """What the caller gets: the output, with the text's if there was a text, be it empty."""
+        out = self.alone(out)
         if self.text is None:
             return out
         text = self.text.q if text is None else text
@@ -83,11 +90,7 @@ class Inputs(NamedTuple):
             # shard_map(check_vma=True) takes it for the same on all devices only from a collective.
             first = lax.axis_index(self.axes) == 0
             text = lax.psum(jnp.where(first, text, jnp.zeros_like(text)), self.axes)
-        return JointOutput(out, text)
-
-
-_OF_ROWS = ("q", "k", "v", "segment_ids of q", "segment_ids of k")
-_OF_TEXT = ("the text's q", "the text's k", "the text's v", "segment_ids of the text")
+        return JointOutput(out, _named(text, self.specs[1]))
 
 
 def check_inputs(
@@ -123,10 +126,13 @@ def check_inputs(
         text = _check_text(name, text, q, k, has_ids=ids is not None)
         if text.segment_ids is not None and ids is None:
             ids = jnp.ones(q.shape[:2], jnp.int32), jnp.ones(k.shape[:2], jnp.int32)
-    q_ids, kv_ids = (None, None) if ids is None else ids
-    of_text = () if text is None else zip(_OF_TEXT, text, strict=True)
-    for what, x in (*zip(_OF_ROWS, (q, k, v, q_ids, kv_ids), strict=True), *of_text):
-        _check_undivided(name, what, x)
+    specs = _spec(q), None if text is None else _spec(text.q)
+    q, k, v = (_whole(name, what, x) for what, x in zip("qkv", (q, k, v), strict=True))
+    q_ids, kv_ids = (
+        None if ids is None else _whole(name, f"segment_ids of {what}", ids[i]) for i, what in enumerate("qk")
+    )
+    if text is not None:
+        text = _whole_text(name, text)
     together = varying_axes(q, k, v, q_ids, kv_ids, text) | set(names)
     mark = partial(as_varying, axes=together)
     q, k, v, q_ids, kv_ids, text = jax.tree.map(mark, (q, k, v, q_ids, kv_ids, text))
@@ -143,6 +149,7 @@ def check_inputs(
         scale=static_scale(name, scale, q.shape[-1]),
         block=_block_or_default(name, block_attention),
         axes=names,
+        specs=specs,
     )
 
 
@@ -181,16 +188,42 @@ def check_axes(name: str, axes: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(seen)
 
 
-def _check_undivided(name: str, what: str, x: Array | None) -> None:
-    """Raises ValueError for an array that is in parts where it looks whole, by the types of explicit axes."""
-    spec = () if x is None else jax.typeof(x).sharding.spec
-    over = [axis for axes in spec if axes for axis in (axes if isinstance(axes, tuple) else (axes,))]
+def _spec(x: Array) -> P | None:
+    """The explicit axes that an array's type names; None for none."""
+    spec = jax.typeof(x).sharding.spec
+    return spec if spec and any(spec) else None
+
+
+def _named(x: Array, spec: P | None) -> Array:
+    """The array, whose type names these explicit axes of size 1."""
+    return x if spec is None else jax.sharding.reshard(x, spec)
+
+
+def _whole(name: str, what: str, x: Array) -> Array:
+    """The array, whose type names no explicit axis: one of size 1 divides nothing, but has its say in any reshape.
+
+    Raises:
+        ValueError: for an array that is in parts where it looks whole, by the types of explicit axes.
+    """
+    spec = _spec(x)
+    if spec is None:
+        return x
+    named = [axis for axes in spec if axes for axis in (axes if isinstance(axes, tuple) else (axes,))]
+    sizes = jax.typeof(x).sharding.mesh.shape
+    over = [axis for axis in named if sizes[axis] > 1]
     if over:
         raise ValueError(
             f"{name}: {what} is divided by shard_map alone; got {jax.typeof(x)}, divided over the explicit mesh"
             f" {'axis' if len(over) == 1 else 'axes'} {', '.join(map(repr, over))}. Make that manual: name it in"
             " axis_names of the jax.shard_map around the call, or leave axis_names out for all."
         )
+    return jax.sharding.reshard(x, P())
+
+
+def _whole_text(name: str, text: ReplicatedText) -> ReplicatedText:
+    q, k, v = (_whole(name, f"the text's {what}", x) for what, x in zip("qkv", text[:3], strict=True))
+    ids = text.segment_ids
+    return ReplicatedText(q, k, v, None if ids is None else _whole(name, "segment_ids of the text", ids))
 
 
 def _arrays(name: str, of: str, *qkv: Any) -> tuple[Array, ...]:
@@ -242,6 +275,12 @@ def _id_pair(name: str, segment_ids: Any, q: Array, k: Array) -> tuple[Array, Ar
             f"{name}: segment_ids is one array, or a pair of query and key ids; got {len(pair)} arrays. Give a tuple of"
             " two."
         )
+    if all(ids is None for ids in pair):
+        return None
+    # `pad_sequence` has no ids for a length that divides, beside one that does not.
+    pair = tuple(
+        jnp.ones(x.shape[:2], jnp.int32) if ids is None else ids for ids, x in zip(pair, (q, k), strict=True)
+    )
     q_ids, kv_ids = (
         _check_ids(name, f"segment_ids of {what}", ids, x)
         for what, ids, x in zip("qk", pair, (q, k), strict=True)

@@ -4,7 +4,7 @@ Machines are cut into ulysses_across x ring_across, the devices of each into uly
 left of both is the data axis:
 
     usp_attention(..., ulysses_axis=ULYSSES_AXES, ring_axis=RING_AXES)            # any placement
-    torus_attention(..., machine_axis=ULYSSES_AXES[0], ulysses_axis=ULYSSES_AXES[1], ring_axis=RING_AXES[1])
+    torus_attention(..., machine_axis=ULYSSES_AXES[0], ulysses_axis=ULYSSES_AXES[1], ring_axis=RING_AXES)
 
 `sequence_attention` fills these axes in.
 """

@@ -14,7 +14,8 @@ class PaddedSequence(NamedTuple):
 
     Attributes:
         rows: as given, (b, length filled up, ...).
-        segment_ids: for the attention, int32, 0 = padding; None if there is no padding and none were given.
+        segment_ids: for the attention, int32, 0 = padding; None if there is no padding and none were given, which
+            also one of a pair (query ids, key ids) may be.
     """
 
     rows: Any
@@ -25,7 +26,11 @@ def pad_sequence(rows: Any, *, degree: int, segment_ids: Any = None) -> PaddedSe
     """Fill sequences up with zeros to a multiple of the devices that share them; nothing is dropped.
 
     Global, no communication: call it before the rows are sharded. Of a length that divides nothing changes, and
-    attention needs no mask.
+    attention needs no mask. Where queries have one length and keys another, give attention both ids as a pair.
+
+    Causal attention of rows to themselves needs no ids of mere padding: it is at the end, where no real row sees it.
+    Leave them out, `segment_ids=None`, as long as the padding stays finite: beside ids GPUs compute the diagonal blocks
+    in plain JAX. Packed rows need theirs.
 
     Args:
         rows: array or pytree of arrays (b, l, ...), all of one batch and length (tokens, positions, tables of RoPE,

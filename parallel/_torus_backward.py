@@ -43,6 +43,11 @@ class Block(NamedTuple):
     queries: tuple[int, ...]
     keys: int
 
+    @property
+    def at_same(self) -> bool | None:
+        """Whether a device's queries and its keys are the same part of the sequence; None if of some queries."""
+        return self.queries[0] == self.keys if len(self.queries) == 1 else None
+
 
 class Step(NamedTuple):
     """Blocks to compute, and beside them one transfer, if any.
@@ -194,7 +199,8 @@ class _Gradients:
         k = len(self.attended)
         self.attended.append(Attended(*self.saved.results[k], d_out))
         if self.text is not None and self.pulled.text_keys is not None:
-            here = self.torus.one.gradients(self.pulled.queries[k], self.attended[k], self.pulled.text_keys)
+            queries, text_keys = self.pulled.queries[k], self.pulled.text_keys
+            here = self.torus.one.gradients(queries, self.attended[k], text_keys, at_same=False)
             self.dq[k] += here.dq
             self.text = self.text._replace(dkv=self.text.dkv + here.dkv)
 
@@ -203,7 +209,14 @@ class _Gradients:
         keys = self.pulled.keys[block.keys]
         queries = joined([self.pulled.queries[k] for k in block.queries])
         attended = joined_attended([self.attended[k] for k in block.queries])
-        here = ring_backward(self.torus.ring, queries, attended, keys, last_is_free=last_is_free)
+        here = ring_backward(
+            self.torus.ring,
+            queries,
+            attended,
+            keys,
+            at_same=block.at_same,
+            last_is_free=last_is_free,
+        )
         for k, dq in zip(block.queries, jnp.split(here.dq, len(block.queries), axis=1), strict=True):
             self.dq[k] += dq
         self.dkv[block.keys] += here.dkv
@@ -213,11 +226,11 @@ class _Gradients:
         if text is None or text_keys is None:
             return
         # The text attends to itself on every device of the ring, but only once.
-        own = self.torus.one.gradients(text, attended, text_keys)
+        own = self.torus.one.gradients(text, attended, text_keys, at_same=True)
         first = lax.axis_index(self.torus.ring_axis) == 0
         total = jax.tree.map(lambda x: jnp.where(first, x, 0.0), own)
         for j, keys in enumerate(self.pulled.keys):
-            here = self.torus.one.gradients(text, attended, keys)
+            here = self.torus.one.gradients(text, attended, keys, at_same=False)
             total = total._replace(dq=total.dq + here.dq)
             self.dkv[j] += here.dkv
         self.text = total

@@ -78,8 +78,10 @@ class _Sums:
         last = k + 1 == self.torus.machines
         following = None if last else pull(self.torus, self.source[0], k + 1)
         following_keys = self._keys_of(1) if last else None
-        start = None if text_keys is None else self.torus.one.attend(self.queries[k], text_keys)
-        total = ring_forward(self.torus.ring, self.queries[k], self.keys[0], start)
+        start = None
+        if text_keys is not None:
+            start = self.torus.one.attend(self.queries[k], text_keys, at_same=False)
+        total = ring_forward(self.torus.ring, self.queries[k], self.keys[0], start, at_same=k == 0)
         total, following, following_keys = lax.optimization_barrier((total, following, following_keys))
         self.sums.append(total)
         if following is not None:
@@ -106,7 +108,7 @@ class _Sums:
         self.sums[1:], own = lax.optimization_barrier((self.sums[1:], self.queries[0].q))
         pushed = push_all(self.torus, [total.out.astype(dtype) for total in self.sums[1:]])
         queries = self.queries[0]._replace(q=own)
-        self.sums[0] = ring_forward(self.torus.ring, queries, self.keys[-1], self.sums[0])
+        self.sums[0] = ring_forward(self.torus.ring, queries, self.keys[-1], self.sums[0], at_same=False)
         return pushed
 
     def _keys_of(self, k: int) -> Array | None:
@@ -118,12 +120,12 @@ def _text_forward(torus: Torus, pulled: Pulled) -> Partial | None:
     """The text attends to what keys each device has, and once to itself; the ring's parts merge."""
     if pulled.text is None or pulled.text_keys is None:
         return None
-    first, *others = (torus.one.attend(pulled.text, keys) for keys in pulled.keys)
+    first, *others = (torus.one.attend(pulled.text, keys, at_same=False) for keys in pulled.keys)
     for other in others:
         first = merge(first, other)
     if torus.ring.size > 1:
         first = merge_over_axis(first, torus.ring_axis)
-    total = merge(first, torus.one.attend(pulled.text, pulled.text_keys))
+    total = merge(first, torus.one.attend(pulled.text, pulled.text_keys, at_same=True))
     return Partial(total.out.astype(pulled.text.q.dtype), total.lse)
 
 

@@ -89,10 +89,17 @@ class _Torus:
         return partial(self._move, f"pull {name}", tensors, 1, after)
 
     def _attend(
-        self, name: str, parts: int, beside: Sequence[Callable[[], Transfer]], *, merges: bool
+        self,
+        name: str,
+        parts: int,
+        beside: Sequence[Callable[[], Transfer]],
+        *,
+        merges: bool,
+        same_keys: bool = False,
     ) -> list[int]:
         """Returns what is moved beside it."""
-        piece = Piece(f"attention: {name}", parts * self.part_rows, self.part_rows, self.layer.heads, merges)
+        rows, heads = self.part_rows, self.layer.heads
+        piece = Piece(f"attention: {name}", parts * rows, rows, heads, merges, same_keys)
         self.attended, moved = self.layer.ring(piece, self.here, beside)
         return [number for transfer in moved for number in transfer]
 
@@ -101,7 +108,7 @@ class _Torus:
             last = k == self.machines - 1
             name, tensors = ("k, v of machine +1", 2) if last else (f"q of machine +{k + 1}", 1)
             pull = self._pull(name, tensors, spare=False)
-            self.here = self._attend(f"q +{k} to own k, v", 1, [pull], merges=False)
+            self.here = self._attend(f"q +{k} to own k, v", 1, [pull], merges=False, same_keys=k > 0)
 
     def pull_keys(self) -> None:
         for k in range(1, self.machines - 1):
@@ -112,7 +119,7 @@ class _Torus:
     def push_outputs(self) -> list[int]:
         layer, others = self.layer, self.machines - 1
         push = partial(self._move, "push o", others, others, [self.attended])
-        pushed = self._attend("own q to the last k, v", 1, [push], merges=True)
+        pushed = self._attend("own q to the last k, v", 1, [push], merges=True, same_keys=True)
         ended = [self.attended, *pushed]
         ended += layer.scatter("Ulysses inside: o", self.all_bytes, ended)
         return [*ended, *layer.barrier("end", ended)]

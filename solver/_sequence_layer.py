@@ -71,6 +71,7 @@ class Piece:
         queries, keys: rows of each head and sequence.
         heads: of each sequence.
         merges: whether there is a partial output of these queries already.
+        same_keys: whether the ring has passed these keys on for another piece.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Piece:
     keys: int
     heads: int
     merges: bool = False
+    same_keys: bool = False
 
 
 @dataclass(slots=True)
@@ -229,12 +231,20 @@ class Layer:
         return last, moved
 
     def _pass_on(self, piece: Piece, after: Iterable[int]) -> Transfer:
-        """A ring step's transfer of keys and values."""
+        """A ring step's transfer of keys and values.
+
+        A ring runs through a machine's devices before it goes on: those of one Ulysses group cross together, one in
+        `ring_inside`, and a step lasts as long as for them.
+        """
         mesh = self.mesh
         sent_bytes = 2 * self.bytes_of(piece.keys, piece.heads)
-        # A ring runs through a machine's devices before it goes on: those of one Ulysses group cross together.
+        crossing = 1 / mesh.ring_inside if mesh.ring_across > 1 else 0.0
+        # In the one step of a ring of two, which is no loop, the compiler sends the same keys once; timed as if twice.
+        sent = 0.0 if piece.same_keys and mesh.ring_degree == 2 and not self.one_sided else 1.0
+        across = self._part("across", sent_bytes, mesh.ring_across > 1, senders=mesh.ulysses_inside)
+        inside = self._part("inside", sent_bytes, mesh.ring_inside > 1)
         parts = [
-            *self._part("across", sent_bytes, mesh.ring_across > 1, senders=mesh.ulysses_inside),
-            *self._part("inside", sent_bytes, mesh.ring_inside > 1),
+            *(replace(part, sent_bytes=sent * crossing * part.sent_bytes) for part in across),
+            *(replace(part, sent_bytes=sent * (1 - crossing) * part.sent_bytes) for part in inside),
         ]
         return self.timeline.transfer(f"{piece.name}: keys and values go round", parts, after)

@@ -89,12 +89,12 @@ class SequenceParallelPlan:
 
     @property
     def across_bytes(self) -> float:
-        """Bytes that a device sends to other machines in a layer."""
+        """Bytes that a device sends to other machines in a layer, mean over devices."""
         return sum(event.sent_bytes for event in self.timeline if event.lane == "across")
 
     @property
     def inside_bytes(self) -> float:
-        """Bytes that a device sends inside its machine in a layer."""
+        """Bytes that a device sends inside its machine in a layer, mean over devices."""
         return sum(event.sent_bytes for event in self.timeline if event.lane == "inside")
 
 
@@ -195,13 +195,13 @@ def sequence_plans(
     *,
     hardware: SequenceHardware = A100_MACHINE,
 ) -> list[SequenceParallelPlan]:
-    """All candidates of `plan_sequence_parallel`, the fastest first; arguments and errors are the same."""
+    """All candidates of `plan_sequence_parallel`, each once, the fastest first; arguments and errors are the same."""
     instance(_CALLER, "cfg", cfg, bool, advice="True where guidance has two branches.")
     shape = _checked_shape(topology, num_heads, head_dim, lengths, batch)
     instance(_CALLER, "hardware", hardware, SequenceHardware, advice="A100_MACHINE is one.")
     groups = list(_groups(topology, shape, hardware, cfg))
     usp = [group.plan(mesh) for group in groups for mesh in _usp_meshes(group)]
-    others = [plan for group in groups for plan in _candidates(group)]
+    others = [plan for group in groups for plan in _other_candidates(group)]
     baseline_s = min(plan.layer_s for plan in usp)
     # The sort is stable: of equals the first listed wins.
     ordered = sorted([*usp, *others], key=lambda plan: plan.layer_s)
@@ -225,12 +225,13 @@ def _checked_tokens(lengths: int | tuple[int, int]) -> int:
     advice = "Give tokens after patches are made, as an integer or a tuple (image tokens, text tokens)."
     if not isinstance(lengths, tuple):
         return integer(_CALLER, "lengths", lengths, most=_MOST_TOKENS, advice=advice)
-    if not 1 <= len(lengths) <= 2:
+    if len(lengths) != 2:
         raise ValueError(
-            f"{_CALLER}: lengths is tokens, or (image tokens, text tokens); got {len(lengths)} entries."
-            " Plan sequences of other lengths one by one."
+            f"{_CALLER}: lengths is tokens, or (image tokens, text tokens); got {len(lengths)}"
+            f" {'entry' if len(lengths) == 1 else 'entries'}. Plan sequences of other lengths one by one;"
+            " an integer is all tokens."
         )
-    parts = zip(("image tokens", "text tokens"), lengths, (1, 0), strict=False)
+    parts = zip(("image tokens", "text tokens"), lengths, (1, 0), strict=True)
     total = sum(
         integer(_CALLER, f"{name} of lengths", part, most=_MOST_TOKENS, least=low, advice=advice)
         for name, part, low in parts
@@ -276,14 +277,16 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _candidates(group: _Group) -> Iterator[SequenceParallelPlan]:
-    """All there are, USP's two-sided meshes among them."""
+def _other_candidates(group: _Group) -> Iterator[SequenceParallelPlan]:
+    """All there are but USP's."""
+    of_usp = set(_usp_meshes(group))
     for one_sided in (False, True) if group.hardware.one_sided else (False,):
         most = 1 if one_sided else group.hardware.transfers_under_way
         for mesh in _meshes(group.topology):
             if mesh.ulysses_degree > group.shape.num_heads:
                 continue
-            yield group.plan(mesh, one_sided=one_sided)
+            if one_sided or mesh not in of_usp:
+                yield group.plan(mesh, one_sided=one_sided)
             # These alone have transfers beside those of the ring.
             for head_groups in _overlapped(group.shape, mesh):
                 for under_way in range(1, most + 1):

@@ -17,7 +17,7 @@ class TimelineEvent:
         lane: "compute", "inside" (links of the machine) or "across" (links to other machines).
         name: what it is.
         start_s, stop_s: seconds since the layer's begin.
-        sent_bytes: that a device sends in it; 0 for compute.
+        sent_bytes: that a device sends in it, mean over devices; 0 for compute.
     """
 
     lane: Lane
@@ -29,7 +29,7 @@ class TimelineEvent:
 
 @dataclass(frozen=True, slots=True)
 class TransferPart:
-    """What a transfer does on one lane."""
+    """What a transfer does on one lane; bytes as of `TimelineEvent`."""
 
     lane: Lane
     seconds: float

@@ -1,5 +1,6 @@
 """Causal attention by blocks: which are computed, under which masks, and by which kernels of a GPU."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +14,19 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.sharding import PartitionSpec as P
 
-from parallel import PlatformBlockAttention, ring_attention, torus_attention, ulysses_attention
+from parallel import (
+    BlockMask,
+    CudnnBlockAttention,
+    PackedBlockAttention,
+    PallasKernel,
+    PlatformBlockAttention,
+    _block_platform,
+    ring_attention,
+    torus_attention,
+    ulysses_attention,
+)
+from parallel._block_attention import diagonal_mask
+from tests.parallel.sequence_bytes import Sums, abstract_mesh
 from tests.parallel.sequence_cases import BLOCK, Case, check, draw, mesh_of, program
 
 # With their axes along the sequence.
@@ -39,6 +52,33 @@ class Seen:
     def _note(self, direction, mask):
         kind = "diagonal" if mask.is_diagonal else "all" if mask.q_positions is None else "positions"
         jax.debug.callback(partial(self.tell, f"{direction}, {kind}"))
+
+
+@dataclass(frozen=True)
+class Traced:
+    """No attention: tells whenever a block is traced."""
+
+    tell: Callable[[str], None]
+
+    def forward(self, *args):
+        self.tell("forward")
+        return Sums().forward(*args)
+
+    def backward(self, *args):
+        self.tell("backward")
+        return Sums().backward(*args)
+
+
+def traced_blocks(attention, axes, *, causal=True):
+    """Of each direction in a program of value and gradient, on any number of devices."""
+    counts = Counter()
+    heads = math.prod(axes.values())
+    case = Case(heads=heads, kv_heads=heads, causal=causal, block=Traced(lambda name: counts.update([name])))
+    mesh = abstract_mesh(**axes)
+    arrays = draw(case, mesh.size)
+    run = program.__wrapped__(attention, mesh, tuple(axes), case)
+    run.trace(arrays.qkv, arrays.d_out, None, None, None, None)
+    return counts["forward"], counts["backward"]
 
 
 def check_causal(attention, axes, case):
@@ -92,6 +132,24 @@ def test_text_as_long_as_a_devices_rows(algorithm):
     check_causal(*algorithm, Case(text=3))
 
 
+@pytest.mark.parametrize("machines", [2, 4, 8])
+def test_a_causal_program_grows_like_its_transfers(machines):
+    """Forward with the machines: own keys have two kinds of blocks in the ring's loop, others one; as parts joined.
+
+    Backward with the pairs that take turns of the ring, as long as without a mask: each pair has four blocks, and own
+    keys before the second half are one more.
+    """
+    attention, _ = TORUS
+    forward, backward = traced_blocks(attention, {"m": machines, "r": 4})
+    assert (forward, backward) == (5 * machines, 4 * machines**2 + machines)
+    assert traced_blocks(attention, {"m": machines, "r": 4}, causal=False)[0] == 4 * machines
+
+
+def test_a_causal_ring_is_as_long_a_program_on_any_number_of_devices():
+    attention, _ = RING
+    assert traced_blocks(attention, {"x": 4}) == traced_blocks(attention, {"x": 16}) == (3, 5)
+
+
 @pytest.fixture
 def cudnn(monkeypatch):
     """As if the library were there: programs say what its kernels get, and none runs."""
@@ -110,6 +168,36 @@ def kernels(attention, axes, **of_case):
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     cudnn = re.findall(r"__cudnn\$(fmha\w+)\(.*?mask_type\W+22: \W+22([A-Z_]+)", text)
     return Counter(cudnn), set(re.findall(r"packed_attention_\w+", text)), "dot_general" in text
+
+
+CUDNN, TRITON = CudnnBlockAttention(), PackedBlockAttention(PallasKernel())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_ids", "beside_others", "before", "diagonal"),
+    [
+        ("bfloat16", False, False, CUDNN, CUDNN),
+        ("bfloat16", False, True, TRITON, None),
+        ("bfloat16", True, False, TRITON, None),
+        ("bfloat16", True, True, TRITON, None),
+        ("float16", False, False, CUDNN, CUDNN),
+        ("float16", False, True, None, None),
+        ("float16", True, False, None, None),
+        ("float16", True, True, None, None),
+        ("float32", False, False, TRITON, None),
+        ("float32", False, True, TRITON, None),
+        ("float32", True, False, TRITON, None),
+        ("float32", True, True, TRITON, None),
+    ],
+)
+def test_kernels_by_dtype_and_mask(cudnn, monkeypatch, dtype, has_ids, beside_others, before, diagonal):
+    """The table of docs/sequence_parallel.md; None is plain JAX. What positions cut otherwise is that for all."""
+    monkeypatch.setattr(_block_platform, "cudnn_partitions", lambda: not beside_others)
+    rows, places = jnp.zeros((1, 256, 4, 64), dtype), jnp.arange(256, dtype=jnp.int32)
+    ids = jnp.ones((1, 256), jnp.int32) if has_ids else None
+    masks = BlockMask(ids, ids), diagonal_mask(ids, ids, 256), BlockMask(ids, ids, places, places)
+    found = [_block_platform._cuda_block(rows, rows, rows, mask, 0.125) for mask in masks]
+    assert found == [before, diagonal, None]
 
 
 def test_kernels_of_a_ring(cudnn):

@@ -10,8 +10,16 @@ import pytest
 from jax import P
 from jax.sharding import NamedSharding
 
-from parallel import RING_AXES, SEQUENCE_DATA_AXIS, ULYSSES_AXES, sequence_attention, sequence_mesh
+from parallel import (
+    RING_AXES,
+    SEQUENCE_DATA_AXIS,
+    ULYSSES_AXES,
+    Placement,
+    sequence_attention,
+    sequence_mesh,
+)
 from solver import A100_MACHINE, Topology, plan_sequence_parallel, sequence_plans
+from tests.parallel.sequence_cases import Case, check
 
 HARDWARE = replace(A100_MACHINE, one_sided=True, transfers_under_way=2)
 UNTYPED = inspect.unwrap(sequence_attention)
@@ -107,13 +115,26 @@ def test_options_of_a_plan():
     }
 
 
+@pytest.mark.parametrize("placement", [Placement.ULYSSES_INSIDE, (2, 2)], ids=str)
+@pytest.mark.parametrize("torus", [False, True], ids=["usp", "torus"])
+def test_a_ring_across_machines(torus, placement):
+    """Also of Torus attention, for which no plan has one: nothing of the sequence is left out, in any order of it."""
+    per_machine = 4 if isinstance(placement, Placement) else 2
+    mesh = sequence_mesh(
+        ulysses_degree=4, ring_degree=2, placement=placement, devices_per_machine=per_machine
+    )
+    assert mesh.shape[RING_AXES[0]] == 2
+    order = (ULYSSES_AXES[0], *RING_AXES, ULYSSES_AXES[1]) if torus else (*RING_AXES, *ULYSSES_AXES)
+    check(sequence_attention(torus=torus), mesh, order, Case(q_loc=2, k_loc=2, causal=True))
+
+
 def test_attention_takes_the_axes_of_the_mesh():
     usp, torus = sequence_attention(head_groups=2), sequence_attention(torus=True)
     assert usp.func.__name__ == "usp_attention"
     assert usp.keywords == {"ulysses_axis": ULYSSES_AXES, "ring_axis": RING_AXES, "head_groups": 2}
     assert torus.func.__name__ == "torus_attention"
     taken = [torus.keywords[name] for name in ("machine_axis", "ulysses_axis", "ring_axis")]
-    assert taken == [*ULYSSES_AXES, RING_AXES[1]]
+    assert taken == [*ULYSSES_AXES, RING_AXES]
 
 
 @pytest.mark.parametrize(

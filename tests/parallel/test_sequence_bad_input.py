@@ -190,8 +190,8 @@ def test_float64_is_not_taken_for_float32(attention):
         (r"keys_replicated is True or False, .*; got str", (Q, Q, Q), {"keys_replicated": "no"}),
         (r"q is an array; got NoneType. Give \(batch, length", (None, Q, Q), {}),
         (r"v is an array; got NoneType", (Q, Q, None), {}),
-        (r"segment_ids of q is an array; got NoneType. Give int32", (Q, Q, Q), {"segment_ids": (None, IDS)}),
-        (r"segment_ids of k is an array; got NoneType", (Q, Q, Q), {"segment_ids": (IDS, None)}),
+        (r"segment_ids of q is an array; got str. Give int32", (Q, Q, Q), {"segment_ids": ("none", IDS)}),
+        (r"segment_ids of k is an array; got list", (Q, Q, Q), {"segment_ids": (None, IDS.tolist())}),
         (r"or a tuple \(query ids, key ids\); got a list", (Q, Q, Q), {"segment_ids": [IDS, IDS]}),
         (r"or a tuple \(query ids, key ids\); got a str", (Q, Q, Q), {"segment_ids": "ids"}),
         (

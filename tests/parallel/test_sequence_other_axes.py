@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -10,9 +11,10 @@ from parallel import JointOutput, ReplicatedText
 from tests.parallel.test_sequence_bad_input import CALLS, every
 
 
-def beside_an_axis(attention, kind, specs):
+def beside_an_axis(attention, kind, specs, size=2):
     """Trace it over manual axes x and y beside one of a kind, z, over which some of the arguments are divided."""
-    mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), (AxisType.Auto, AxisType.Auto, kind))
+    kinds = (AxisType.Auto, AxisType.Auto, kind)
+    mesh = jax.make_mesh((2, 2, size), ("x", "y", "z"), kinds, devices=jax.devices()[: 4 * size])
     options = dict(zip(CALLS[attention], ("x", "y", ()), strict=False))
 
     def argument(name, shape, dtype=jnp.float32):
@@ -55,6 +57,52 @@ def test_any_dimension_over_an_explicit_axis(attention):
     for spec in (P("z"), P(None, "z"), P(None, None, None, "z")):
         with pytest.raises(ValueError, match=f"^{attention.__name__}: q is divided by shard_map alone"):
             beside_an_axis(attention, AxisType.Explicit, {"q": spec})
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        P(None, ("z",), None, "w"),
+        *(pytest.param(x, marks=pytest.mark.full) for x in (P("z"), P(None, "z"), P(None, None, "z"))),
+    ],
+    ids=str,
+)
+@every
+def test_explicit_axes_of_size_one_divide_nothing(attention, spec):
+    """Value and gradient are those beside arrays that name no such axis; types name it as before."""
+    kinds = (AxisType.Auto,) * 2 + (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2, 1, 1), ("x", "y", "z", "w"), kinds, devices=jax.devices()[:4])
+    axes = dict(zip(CALLS[attention], ("x", "y", ()), strict=False))
+    rows = P(None, ("x", "y")[: len(axes)])
+
+    def per_device(q, k, v):
+        out = attention(q, k, v, **axes)
+        across = attention(q, k, v, keys_replicated=True, **axes)
+        assert jax.typeof(out) == jax.typeof(across) == jax.typeof(q)
+        return out
+
+    mapped = jax.shard_map(
+        per_device, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"x", "y"}, check_vma=False
+    )
+    qkv = np.random.default_rng(0).standard_normal((3, 2, 16, 4, 8)).astype(np.float32)
+
+    @jax.jit
+    def run(q, k, v):
+        out, pullback = jax.vjp(mapped, q, k, v)
+        return out, pullback(out)
+
+    found, wanted = (run(*(jax.device_put(x, NamedSharding(mesh, of)) for x in qkv)) for of in (spec, P()))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    np.testing.assert_allclose(found[0], jax.nn.dot_product_attention(*qkv), atol=1e-5)
+
+
+@every
+def test_explicit_axes_of_size_one_on_text_and_ids(attention):
+    """Traced only."""
+    heads, batch = P(None, None, "z"), P("z")
+    specs = dict.fromkeys(ROWS_OF, heads) | dict.fromkeys(IDS_OF, batch)
+    found = beside_an_axis(attention, AxisType.Explicit, specs, size=1)
+    assert (found.out.shape, found.text.shape) == ((2, 16, 4, 8), (2, 6, 4, 8))
 
 
 @every

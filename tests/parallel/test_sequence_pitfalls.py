@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from parallel import (
+    PlatformBlockAttention,
     XlaBlockAttention,
     pad_sequence,
     ring_attention,
@@ -20,7 +21,17 @@ from parallel import (
 )
 from tests.oracles import close
 from tests.oracles_sequence import joint_attention
-from tests.parallel.sequence_cases import BF16, F32, FAST_COMPILE, Case, check, draw, mesh_of, results
+from tests.parallel.sequence_cases import (
+    BF16,
+    F32,
+    FAST_COMPILE,
+    Case,
+    check,
+    draw,
+    mesh_of,
+    program,
+    results,
+)
 
 # Each over eight devices, with their axes along the sequence.
 RING = partial(ring_attention, axis_name="x"), {"x": 8}
@@ -93,6 +104,57 @@ def test_lengths_that_eight_devices_do_not_divide(algorithm, l_q, l_k):
         close(gradient, expected, F32)
 
 
+@each("ring")
+@pytest.mark.parametrize(("l_q", "l_k"), [(16, 13), (13, 16), (16, 8)])
+def test_one_of_two_lengths_divides(algorithm, l_q, l_k):
+    """Of the other `pad_sequence` has no ids: as many rows as there are, all of one segment."""
+    attention, axes = algorithm
+    mesh, spec = mesh_of(**axes), P(None, tuple(axes))
+    q, k, v, d_out = (
+        np.random.default_rng(i).standard_normal((1, n, 8, 2)).astype(np.float32)
+        for i, n in enumerate((l_q, l_k, l_k, l_q))
+    )
+
+    def attend(q, k, v):
+        queries, keys = pad_sequence(q, degree=8), pad_sequence((k, v), degree=8)
+        assert (queries.segment_ids is None, keys.segment_ids is None) == (l_q % 8 == 0, l_k % 8 == 0)
+        mapped = jax.shard_map(
+            lambda q, kv, ids: attention(q, *kv, segment_ids=ids),
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=spec,
+            check_vma=False,
+        )
+        out = mapped(queries.rows, keys.rows, (queries.segment_ids, keys.segment_ids))
+        return unpad_sequence(out, length=l_q)
+
+    out, gradients = value_and_gradients(attend, (q, k, v), d_out)
+    wanted = joint_attention((q, k, v), d_out)
+    close(out, wanted.out, F32)
+    for gradient, expected in zip(gradients, wanted.gradients, strict=True):
+        close(gradient, expected, F32)
+
+
+@each("ring")
+def test_causal_padding_at_the_end_needs_no_ids(algorithm):
+    """No real row sees it, and its own rows are cut off: kernels that know no ids may compute it."""
+    attention, axes = algorithm
+    spec = P(None, tuple(axes))
+    mapped = jax.shard_map(
+        partial(attention, causal=True), mesh=mesh_of(**axes), in_specs=spec, out_specs=spec, check_vma=False
+    )
+    q, k, v, d_out = np.random.default_rng(0).standard_normal((4, 1, 13, 8, 2)).astype(np.float32)
+
+    def attend(*qkv):
+        return unpad_sequence(mapped(*pad_sequence(qkv, degree=8).rows), length=13)
+
+    out, gradients = value_and_gradients(attend, (q, k, v), d_out)
+    wanted = joint_attention((q, k, v), d_out, causal=True)
+    close(out, wanted.out, F32)
+    for gradient, expected in zip(gradients, wanted.gradients, strict=True):
+        close(gradient, expected, F32)
+
+
 @each()
 def test_a_clip_of_8423_tokens_attends_to_itself(algorithm):
     """Cotangents of some rows only, the last among them: what these need is all that the oracle computes."""
@@ -123,6 +185,23 @@ def test_fifty_six_heads(algorithm):
     attention, axes = algorithm
     case = Case(1, 1, heads=56, kv_heads=8, dim=2, batch=1, text=1)
     check(attention, mesh_of(**axes), tuple(axes), case)
+
+
+@pytest.mark.parametrize("name", ["ring", "ulysses", "usp", "torus"])
+def test_strict_promotion_of_dtypes(name):
+    """Traced only: value and gradient of a causal sequence with ids and text, which mixes the most kinds of numbers."""
+    attention, axes = {"ring": RING, "ulysses": ULYSSES, "usp": USP, "torus": TORUS}[name]
+    case = Case(2, 2, heads=8, kv_heads=8, dim=64, segments=2, causal=True, text=3, dtype=jnp.bfloat16)
+    case = replace(case, block=PlatformBlockAttention())
+    arrays = draw(case, 8)
+    run = program.__wrapped__(
+        attention, mesh_of(**axes), tuple(axes), case
+    )  # traced as no other test may have it
+    with jax.numpy_dtype_promotion("strict"):
+        out, _ = jax.eval_shape(
+            run, arrays.qkv, arrays.d_out, arrays.ids, arrays.text, arrays.text_ids, arrays.d_text
+        )
+    assert out.out.dtype == jnp.bfloat16
 
 
 LAYOUTS = {

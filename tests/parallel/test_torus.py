@@ -44,7 +44,7 @@ def test_meshes(shape):
     check(TORUS, mesh_of(m=shape[0], u=shape[1], r=shape[2]), ORDER, Case(text=2))
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 1), pytest.param((2, 1, 2), marks=pytest.mark.full)])
+@pytest.mark.parametrize("shape", [(2, 2, 1), (3, 1, 1), pytest.param((2, 1, 2), marks=pytest.mark.full)])
 def test_packed_causal_with_text_and_grouped_heads(shape):
     check(TORUS, mesh_of(m=shape[0], u=shape[1], r=shape[2]), ORDER, ALL)
 

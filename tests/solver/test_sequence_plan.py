@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments._sequence_bytes import MovedRows
 from solver import (
     A100_MACHINE,
     H100_MACHINE,
@@ -235,6 +236,30 @@ def test_bytes_across_machines_are_the_formulas(machines):
     assert found("torus", aware) == ulysses
 
 
+@pytest.mark.parametrize("topology", [(1, 8), (8, 1), (2, 2), (2, 4), (3, 2), (4, 8), (6, 4)], ids=str)
+def test_bytes_of_every_plan_are_the_formulas(topology):
+    """The mean over devices, of rings that run through machines too; heads that do not divide move as more."""
+    heads, dim, length = 24, 64, 96 * 8
+    plans = sequence_plans(Topology(*topology), heads, dim, length)
+    for plan in plans:
+        mesh = plan.mesh
+        moved = -(-heads // mesh.ulysses_degree) * mesh.ulysses_degree
+        tensor = length // mesh.num_devices * moved * dim * A100_MACHINE.element_bytes
+        rows = MovedRows(mesh, tensor, A100_MACHINE.element_bytes, torus=plan.algorithm == "torus")
+        expected = rows.traffic.across, rows.traffic.inside
+        assert (plan.across_bytes, plan.inside_bytes) == pytest.approx(expected), plan.mesh
+
+
+@pytest.mark.parametrize("cfg", [False, True])
+def test_every_plan_is_there_once(cfg):
+    hardware = replace(A100_MACHINE, one_sided=True, transfers_under_way=2)
+    plans = sequence_plans(Topology(4, 8), 24, 128, (65_536, 512), cfg=cfg, hardware=hardware)
+    of = [(p.algorithm, p.mesh, p.head_groups, p.one_sided, p.transfers_under_way, p.cfg) for p in plans]
+    assert len(of) == len(set(of)) > 100
+    usp = {p.mesh for p in plans if p.algorithm == "usp" and p.head_groups == 1 and not p.one_sided}
+    assert SequenceMesh(1, 8, 4, 1) in usp
+
+
 def test_one_device_computes():
     alone = plan(Topology(1, 1), 2, 4, 8)
     assert alone.algorithm == "none"
@@ -359,6 +384,7 @@ def test_more_bandwidth_is_never_slower(case, hardware, name, factor):
         ),
         ({"lengths": [100, 2]}, TypeError, "lengths is an integer; got list. .*or a tuple .image tokens"),
         ({"lengths": (4, 4, 4)}, ValueError, "got 3 entries. Plan sequences of other lengths one by one"),
+        ({"lengths": (4,)}, ValueError, "got 1 entry. Plan .* an integer is all tokens"),
         ({"batch": 0}, ValueError, "batch >= 1; got batch=0"),
         ({"cfg": 1}, TypeError, "cfg is a bool; got int"),
         ({"hardware": "A100"}, TypeError, "hardware is a SequenceHardware; got str"),
