@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, no_type_check, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from parallel._check import implementation, kind
@@ -95,7 +96,7 @@ class BlockAttention(Protocol):
     def backward(
         self, q: Array, k: Array, v: Array, whole: Attended, mask: BlockMask, scale: float
     ) -> tuple[Array, Array, Array]:
-        """What these keys contribute to the gradients of q, k and v, in any precision."""
+        """What these keys contribute to the gradients of q, k and v, in their shapes and any precision."""
         ...
 
 
@@ -128,37 +129,89 @@ class DifferentiableAttention:
             )
 
     def forward(self, q: Array, k: Array, v: Array, mask: BlockMask, scale: float) -> Partial:
-        """The function's results."""
-        return Partial(*self.function(q, k, v, mask, scale))
+        """The function's results.
+
+        Raises:
+            TypeError: if they are no pair of arrays.
+        """
+        rule = "DifferentiableAttention: function returns (out, lse)"
+        return Partial(*_arrays_of(rule, self.function(q, k, v, mask, scale), 2))
 
     def backward(
         self, q: Array, k: Array, v: Array, whole: Attended, mask: BlockMask, scale: float
     ) -> tuple[Array, Array, Array]:
         """The function's derivative, weighted by the block's share of the whole."""
-        (part_out, part_lse), pullback = jax.vjp(lambda q, k, v: self.function(q, k, v, mask, scale), q, k, v)
-        share = share_of_whole(part_lse.astype(jnp.float32), whole.lse)
+        part, pullback = jax.vjp(lambda q, k, v: block_forward(self, q, k, v, mask, scale), q, k, v)
+        share = share_of_whole(part.lse, whole.lse)
         d_part_out = share[..., None] * whole.d_out.astype(jnp.float32)
-        difference = part_out.astype(jnp.float32) - whole.out.astype(jnp.float32)
-        d_part_lse = share * row_products(whole.d_out, difference)
-        dq, dk, dv = pullback((d_part_out.astype(part_out.dtype), d_part_lse.astype(part_lse.dtype)))
+        d_part_lse = share * row_products(whole.d_out, part.out - whole.out.astype(jnp.float32))
+        dq, dk, dv = pullback(Partial(d_part_out, d_part_lse))
         return dq, dk, dv
 
 
 def block_forward(
     block: BlockAttention, q: Array, k: Array, v: Array, mask: BlockMask, scale: float
 ) -> Partial:
-    """A block's partial result in float32, its shapes checked.
+    """A block's partial result in float32, checked.
 
     Raises:
-        ValueError: if the block returns other shapes than its contract says.
+        TypeError: if the block does not return two floating point arrays, or an lse of less than 32 bits.
+        ValueError: if it returns other shapes than its contract says.
     """
-    out, lse = block.forward(q, k, v, mask, scale)
+    rule = "block_attention: forward returns out of q's shape and lse of (batch, length, heads)"
+    out, lse = _arrays_of(rule, block.forward(q, k, v, mask, scale), 2)
     if out.shape != q.shape or lse.shape != q.shape[:3]:
         raise ValueError(
-            f"block_attention: forward returns out of q's shape and lse of (batch, length, heads); got {out.shape} and"
-            f" {lse.shape} for q={q.shape}. Transpose lse if heads come first."
+            f"{rule}; got {out.shape} and {lse.shape} for q={q.shape}. Transpose lse if heads come first."
+        )
+    if jnp.finfo(lse.dtype).bits < 32:
+        raise TypeError(
+            f"block_attention: forward returns lse in float32; got {lse.dtype}, too coarse to weigh parts by. Take it"
+            " of logits in float32, before anything is rounded."
         )
     return as_partial(out, lse)
+
+
+def block_backward(
+    block: BlockAttention, q: Array, k: Array, v: Array, whole: Attended, mask: BlockMask, scale: float
+) -> tuple[Array, Array, Array]:
+    """A block's contributions to gradients, as it gives them, checked.
+
+    Raises:
+        TypeError: if the block does not return three floating point arrays.
+        ValueError: if it returns other shapes than those of q, k and v.
+    """
+    rule = "block_attention: backward returns (dq, dk, dv) in the shapes of q, k and v"
+    dq, dk, dv = _arrays_of(rule, block.backward(q, k, v, whole, mask, scale), 3)
+    if (dq.shape, dk.shape, dv.shape) != (q.shape, k.shape, v.shape):
+        raise ValueError(
+            f"{rule}; got {dq.shape}, {dk.shape} and {dv.shape} for q={q.shape}, k={k.shape} and v={v.shape}."
+            " Broadcast them, add up what query heads give to a key head, and do not reorder axes."
+        )
+    return dq, dk, dv
+
+
+def _arrays_of(rule: str, found: Any, number: int) -> tuple[Any, ...]:
+    """What a block returned, a tuple of so many floating point arrays.
+
+    Raises:
+        TypeError: by `rule` if it is something else.
+    """
+    results = tuple(found) if isinstance(found, (tuple, list)) else None
+    if results is None or len(results) != number:
+        what = _kind_of_result(found) if results is None else f"{len(results)} results"
+        raise TypeError(f"{rule}; got {what}. Return a tuple of {number} arrays.")
+    for result in results:
+        if not (isinstance(result, (jax.Array, np.ndarray)) and jnp.issubdtype(result.dtype, jnp.floating)):
+            raise TypeError(
+                f"{rule}; got {_kind_of_result(result)} among them. Return floating point arrays."
+            )
+    return results
+
+
+def _kind_of_result(result: Any) -> str:
+    is_array = isinstance(result, (jax.Array, np.ndarray))
+    return f"an array of {result.dtype}" if is_array else kind(result)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -181,7 +234,7 @@ def _local_bwd(block, scale, saved, d_out):
 
 
 def _local_gradients(block, scale, q, k, v, whole, mask):
-    return block.backward(q, k, v, whole, mask, scale)
+    return block_backward(block, q, k, v, whole, mask, scale)
 
 
 _local.defvjp(_local_fwd, _local_bwd)

@@ -20,7 +20,7 @@ def integer(caller: str, name: str, value: Any, *, least: int | None = None, adv
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
         raise TypeError(f"{caller}: {name} is an integer; got {kind(value)}. {advice}")
     if least is not None and value < least:
-        raise ValueError(f"{caller}: {name} is at least {least}; got {name}={value}. {advice}")
+        raise ValueError(f"{caller}: {name} is at least {least}; got {name}={_short(value)}. {advice}")
     return int(value)
 
 
@@ -45,7 +45,7 @@ def static_scale(caller: str, value: Any, head_dim: int) -> float:
 
     Raises:
         TypeError: if it is no real number, or traced.
-        ValueError: if it is not finite.
+        ValueError: if it is not finite, or float32, in which logits are, makes infinity or 0 of it.
     """
     if value is None:
         return head_dim**-0.5
@@ -60,9 +60,22 @@ def static_scale(caller: str, value: Any, head_dim: int) -> float:
         raise TypeError(
             f"{caller}: scale is a number; got a {kind(value)}. Leave it out for head_dim ** -0.5."
         )
-    scale = float(value)
-    if not math.isfinite(scale):
-        raise ValueError(f"{caller}: scale is finite; got scale={scale}. Leave it out for head_dim ** -0.5.")
+    try:
+        scale = float(value)
+    except OverflowError:  # an integer past float64
+        scale = math.inf if value > 0 else -math.inf
+    else:
+        if not math.isfinite(scale):
+            raise ValueError(
+                f"{caller}: scale is finite; got scale={scale}. Leave it out for head_dim ** -0.5."
+            )
+    least, most = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+    if scale and not least <= abs(scale) <= most:
+        shown = _short(value) if isinstance(value, int) else scale
+        raise ValueError(
+            f"{caller}: scale is 0 or of a size that float32 holds, {least:.1e} to {most:.1e}; got"
+            f" scale={shown}. Leave it out for head_dim ** -0.5."
+        )
     return scale
 
 
@@ -145,7 +158,12 @@ def kind(value: Any) -> str:
     if isinstance(value, jax.core.Tracer):
         return "a traced one"
     name = type(value).__name__
-    return f"{name} {value}" if isinstance(value, (bool, int, float)) else name
+    return f"{name} {_short(value)}" if isinstance(value, (bool, int, float)) else name
+
+
+def _short(value: Any) -> str:
+    is_long = isinstance(value, int) and value.bit_length() > 128
+    return "a number of more than 128 bits" if is_long else str(value)
 
 
 def _is_real(dtype: Any) -> bool:

@@ -232,7 +232,7 @@ def packed_attention(
     Raises:
         TypeError: for rows that are neither float32 nor bfloat16, ids or blocks that are no signed integers, or a
             scale that is traced or no number.
-        ValueError: if rows, ids and blocks disagree, or the scale is not finite.
+        ValueError: if rows, ids and blocks disagree, or float32 cannot hold the scale.
         NotImplementedError: for a second derivative.
     """
     _check_rows(q, k, v)

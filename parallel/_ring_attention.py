@@ -69,13 +69,14 @@ def ring_attention(
         Output of this device's rows in their dtype; with `text` a `JointOutput`.
 
     Raises:
-        TypeError: for rows that are no floating point arrays, float64, or of several dtypes, ids that are no signed
-            integers or of 64 bits, a scale that is traced or no number, `causal` or `keys_replicated` that are traced
-            or no bool, a `block_attention` that is none, an axis that is no name; of JAX's own, for forward-mode
-            derivatives (`jax.jvp`, `jax.jacfwd`).
+        TypeError: for rows that are no floating point arrays of 16 or 32 bits, or of several dtypes, ids that are no
+            signed integers or of 64 bits, a scale that is traced or no number, `causal` or `keys_replicated` that are
+            traced or no bool, a `block_attention` that is none, or returns other than it should, an axis that is no
+            name; of JAX's own, for forward-mode derivatives (`jax.jvp`, `jax.jacfwd`).
         ValueError: for an axis that is missing, not manual, or given twice; rows, ids or text divided over an
-            explicit axis that is not manual; shapes that disagree or have a 0; ids past int32; a scale that is not
-            finite; a text without ids beside rows that have them; replicated keys with `text` or `causal`.
+            explicit axis that is not manual; shapes that disagree or have a 0, those that a block returns included; ids
+            past int32; a scale that float32 cannot hold; a text without ids beside rows that have them; replicated keys
+            with `text` or `causal`.
         NotImplementedError: for a second derivative.
 
     Reference: Liu et al., Ring Attention with Blockwise Transformers, 2023. Here the gradient's first and last

@@ -26,7 +26,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from parallel._block_attention import Attended, BlockAttention, BlockMask, block_forward, diagonal_mask
+from parallel._block_attention import (
+    Attended,
+    BlockAttention,
+    BlockMask,
+    block_backward,
+    block_forward,
+    diagonal_mask,
+)
 from parallel._online_softmax import Partial, empty_partial, merge
 from parallel._routes import AxisName
 
@@ -167,7 +174,7 @@ class Ring:
 
     def _contribution(self, queries: Queries, attended: Attended, keys: Keys, mask: BlockMask) -> Gradients:
         k, v = keys.kv
-        dq, dk, dv = self.block.backward(queries.q, k, v, attended, mask, self.scale)
+        dq, dk, dv = block_backward(self.block, queries.q, k, v, attended, mask, self.scale)
         return Gradients(dq.astype(jnp.float32), jnp.stack([dk, dv]).astype(jnp.float32))
 
 

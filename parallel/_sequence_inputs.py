@@ -111,12 +111,12 @@ def check_inputs(
     of `shard_map(check_vma=True)`, and nothing otherwise.
 
     Raises:
-        TypeError: for rows that are no arrays of floating point numbers or of several dtypes, ids that are no signed
-            integers of at most 32 bits, a text that is no `ReplicatedText`, flags that are traced or no bool, a scale
-            that is traced or no number, or a block attention that is none.
-        ValueError: if shapes disagree or have a 0; for ids past int32, a scale that is not finite, a text without ids
-            beside a sequence that has them; for axes that are missing, not manual, or given twice; and for arrays that
-            are divided over an explicit mesh axis.
+        TypeError: for rows that are no arrays of floating point numbers of 16 or 32 bits or of several dtypes, ids that
+            are no signed integers of at most 32 bits, a text that is no `ReplicatedText`, flags that are traced or no
+            bool, a scale that is traced or no number, or a block attention that is none.
+        ValueError: if shapes disagree or have a 0; for ids past int32, a scale that float32 cannot hold, a text without
+            ids beside a sequence that has them; for axes that are missing, not manual, or given twice; and for arrays
+            that are divided over an explicit mesh axis.
     """
     names = check_axes(name, axes)
     q, k, v = _arrays(name, "", *qkv)
@@ -171,14 +171,17 @@ def check_axes(name: str, axes: Mapping[str, Any]) -> tuple[Any, ...]:
                     f"{name}: {argument} is a name or a tuple of names; got a {type(one).__name__}{where}. Use a flat"
                     " tuple of mesh axes, () for none."
                 )
-            try:
-                lax.axis_size(one)
-            except NameError as error:
+            if one not in mesh.manual_axes:  # vmap names axes too
+                advice = (
+                    "Give () for none."
+                    if one is None
+                    else "Call it inside jax.shard_map over a mesh that has the axis; if shard_map has axis_names, name"
+                    " it there too."
+                )
                 raise ValueError(
                     f"{name}: {argument} is a manual axis of the shard_map around the call; got {one!r}, with mesh axes"
-                    f" {mesh.axis_names}, of them manual {tuple(mesh.manual_axes)}. Call it inside jax.shard_map over"
-                    " a mesh that has the axis; if shard_map has axis_names, name it there too."
-                ) from error
+                    f" {mesh.axis_names}, of them manual {tuple(mesh.manual_axes)}. {advice}"
+                )
             if one in seen:
                 raise ValueError(
                     f"{name}: every axis has one part; got {one!r} in {seen[one]} and in {argument}. Split the axis in"
@@ -240,6 +243,11 @@ def _check_rows(name: str, what: str, q: Array, k: Array, v: Array, *, may_be_em
         raise TypeError(
             f"{name}: {what} are computed in float32 at most; got {q.dtype}, which would keep no more digits than that."
             " Cast them to float32."
+        )
+    if q.dtype.itemsize < 2:
+        raise TypeError(
+            f"{name}: {what} have 16 bits at least; got {q.dtype}, to which outputs and gradients would be rounded."
+            " Cast them to bfloat16."
         )
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(

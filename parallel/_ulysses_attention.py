@@ -22,6 +22,8 @@ from parallel._sequence_inputs import (
 )
 from parallel._torus_parts import Ids, Rows, Torus
 
+_UNCUT = "1 exchanges all heads at once."
+
 
 def ulysses_attention(
     q: Float[Array, "b l_loc h d"],
@@ -53,7 +55,8 @@ def ulysses_attention(
         axis_name: mesh axis, or tuple of axes.
         causal: as `ring_attention`; the sequence is in the order of the axis.
         head_groups: parts of a device's heads whose exchanges run under one another's attention, instead of everything
-            there before anything is computed. At most a device's key heads.
+            there before anything is computed. At most a device's key heads; without effect on replicated keys, for
+            which nothing is exchanged.
 
     Returns:
         Output of this device's rows in their dtype; with `text` a `JointOutput`.
@@ -157,9 +160,10 @@ def attend_by_heads(inputs: Inputs, axes: Axes, head_groups: Any = 1) -> Array |
         ValueError: for replicated keys with text or a causal mask, and head groups that are too many, or none.
     """
     split = HeadSplit(inputs.q.shape[2], inputs.k.shape[2], lax.axis_size(axes.heads))
-    head_groups = _checked_groups(inputs.name, head_groups, split)
-    if inputs.keys_replicated:
+    head_groups = integer(inputs.name, "head_groups", head_groups, least=1, advice=_UNCUT)
+    if inputs.keys_replicated:  # nothing is exchanged, in however many groups
         return attend_replicated(inputs)
+    _check_groups(inputs.name, head_groups, split)
     torus = Torus(axes.machine, axes.ring, inputs.block, inputs.scale, inputs.causal)
     ids = ids_of(inputs)
     ids = Ids(all_rows(ids.q, axes.ulysses), all_rows(ids.kv, axes.ulysses), ids.text)
@@ -222,12 +226,9 @@ def _of_group(rows: Rows, group: tuple[slice, slice], size: int) -> tuple[Array,
     return take(rows.q, group[0]), take(rows.kv, group[1])
 
 
-def _checked_groups(name: str, head_groups: Any, split: HeadSplit) -> int:
-    advice = "1 exchanges all heads at once."
-    head_groups = integer(name, "head_groups", head_groups, least=1, advice=advice)
+def _check_groups(name: str, head_groups: int, split: HeadSplit) -> None:
     if head_groups > split.kv_loc:
         raise ValueError(
             f"{name}: head_groups is 1 to the key heads of a device; got head_groups={head_groups}, {split.kv_loc} key"
             f" heads a device ({split.kv_heads} over {split.degree}). Use fewer groups."
         )
-    return head_groups

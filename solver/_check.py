@@ -45,6 +45,17 @@ def number(caller: str, name: str, value: Any, *, advice: str) -> float:
         return math.inf if value > 0 else -math.inf
 
 
+def flag(caller: str, name: str, value: Any, *, advice: str) -> bool:
+    """The value as a Python bool.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{caller}: {name} is True or False; got {_seen(value)}. {advice}")
+    return bool(value)
+
+
 def instance(caller: str, name: str, value: Any, kind: type, *, advice: str) -> None:
     """Raises TypeError if the value is of another kind."""
     if not isinstance(value, kind):

@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
+from solver._check import flag, instance, integer
 from solver._sequence_hardware import SequenceHardware
 from solver._sequence_layer import OTHER_FLOPS, QKV_FLOPS, Layer, Piece, SequenceMesh, SequenceShape
 from solver._sequence_timeline import TimelineBuilder, TimelineEvent, Transfer
 from solver._topology import Topology
+
+_CALLER = "layer_timeline"
 
 
 def mesh_timeline(layer: Layer, head_groups: int = 1) -> tuple[TimelineEvent, ...]:
@@ -134,11 +138,72 @@ def layer_timeline(
     head_groups: int | None = 1,
     one_sided: bool = False,
 ) -> tuple[TimelineEvent, ...]:
-    """Events of a layer; `head_groups` None is Torus attention.
+    """Events of a layer of any mesh, whether the planner would take it or not.
 
     As many two-sided transfers are under way at a time as the hardware has `transfers_under_way`, of puts and gets any
     number.
+
+    Args:
+        topology: machines and devices in each.
+        shape: of the sequences.
+        mesh: degrees over all devices of the topology.
+        hardware: of a device and its links.
+        head_groups: exchanges that Ulysses is cut into; None is Torus attention, for which Ulysses spans all machines
+            of several, and the ring lies inside them.
+        one_sided: whether transfers are puts and gets.
+
+    Returns:
+        What a device and its links do, in the order of the program on each lane.
+
+    Raises:
+        TypeError: for an argument of another kind.
+        ValueError: for a mesh of other machines or devices than the topology's, more groups than a device has heads, or
+            Torus attention on a mesh that is not for it.
+
+    Example:
+        >>> from solver._sequence_hardware import A100_MACHINE
+        >>> shape, mesh = SequenceShape(24, 128, 66_048, 1), SequenceMesh(4, 1, 1, 8)
+        >>> events = layer_timeline(Topology(4, 8), shape, mesh, A100_MACHINE, head_groups=None)
+        >>> events[1].lane, events[1].name, f"{max(event.stop_s for event in events) * 1e3:.1f} ms"
+        ('inside', 'attention: q +0 to own k, v: keys and values go round', '18.1 ms')
     """
+    one_sided = _checked_kinds(topology, shape, mesh, hardware, one_sided)
+    _check_mesh(topology, mesh, is_torus=head_groups is None)
     timeline = TimelineBuilder(None if one_sided else hardware.transfers_under_way)
     layer = Layer(topology, shape, mesh, hardware, one_sided, timeline)
-    return torus_timeline(layer) if head_groups is None else mesh_timeline(layer, head_groups)
+    if head_groups is None:
+        return torus_timeline(layer)
+    advice = f"A device has {layer.heads} of {shape.num_heads} heads; 1 exchanges all at once, None is Torus."
+    head_groups = integer(_CALLER, "head_groups", head_groups, most=layer.heads, advice=advice)
+    return mesh_timeline(layer, head_groups)
+
+
+def _checked_kinds(topology: Any, shape: Any, mesh: Any, hardware: Any, one_sided: Any) -> bool:
+    """`one_sided` as a bool."""
+    for name, value, kind, advice in (
+        ("topology", topology, Topology, "Give Topology(machines, devices in each)."),
+        ("shape", shape, SequenceShape, "Give SequenceShape(num_heads, head_dim, length, batch)."),
+        (
+            "mesh",
+            mesh,
+            SequenceMesh,
+            "Give SequenceMesh(ulysses_across, ulysses_inside, ring_across, ring_inside).",
+        ),
+        ("hardware", hardware, SequenceHardware, "A100_MACHINE is one."),
+    ):
+        instance(_CALLER, name, value, kind, advice=advice)
+    return flag(_CALLER, "one_sided", one_sided, advice="True is puts and gets.")
+
+
+def _check_mesh(topology: Topology, mesh: SequenceMesh, *, is_torus: bool) -> None:
+    across, inside = mesh.ulysses_across * mesh.ring_across, mesh.ulysses_inside * mesh.ring_inside
+    if (across, inside) != (topology.num_machines, topology.devices_per_machine):
+        raise ValueError(
+            f"{_CALLER}: the mesh has the topology's machines and devices; got {mesh}, {across} x {inside}, on"
+            f" {topology}. Degrees across multiply to num_machines, those inside to devices_per_machine."
+        )
+    if is_torus and (mesh.ulysses_across == 1 or mesh.ring_across > 1):
+        raise ValueError(
+            f"{_CALLER}: for Torus attention (head_groups=None) Ulysses spans all of several machines; got {mesh} on"
+            f" {topology}. Make ulysses_across the machines and ring_across 1, or give head_groups."
+        )

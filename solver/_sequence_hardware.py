@@ -1,11 +1,14 @@
 """What a machine of GPUs does, as far as the time of a sequence-parallel layer depends on it."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from solver._check import integer, number
+from solver._check import flag, instance, integer, number
 
 _MOST_UNDER_WAY = 8
+_MOST_OF_A_GPU = 1 << 16  # processors and the like
+# Between these no time of a layer is infinite, or 0.
+_LEAST, _MOST = 1e-30, 1e30
 _ADVICE = "Give what the data sheet or a measurement says."
 
 
@@ -27,7 +30,8 @@ class Link:
 
     Raises:
         TypeError: for what is no number.
-        ValueError: for a rate or share that is not positive, a share above 1, a negative time.
+        ValueError: for a rate or share that is not positive, a share above 1, a negative time, and what is so small or
+            large that times would be infinite.
     """
 
     bytes_per_s: float
@@ -40,8 +44,7 @@ class Link:
     message_s: float
 
     def __post_init__(self) -> None:
-        shared_by = integer("Link", "shared_by", self.shared_by, most=1 << 16, advice=_ADVICE)
-        object.__setattr__(self, "shared_by", shared_by)
+        _check_integer(self, "shared_by")
         _check_positive(self, ("bytes_per_s", "all_to_all", "one_peer", "one_sided"))
         _check_shares(self, ("all_to_all", "one_peer", "one_sided"))
         _check_seconds(self, ("two_sided_s", "one_sided_s", "message_s"))
@@ -71,8 +74,9 @@ class SequenceHardware:
         element_bytes: of an element of q, k, v and o.
 
     Raises:
-        TypeError: for what is no number.
-        ValueError: for a value that is not positive, a share above 1, or all processors taken by communication.
+        TypeError: for what is no number, no integer where one is asked for, no bool, or no `Link`.
+        ValueError: for a value that is not positive, a share above 1, all processors taken by communication, and what
+            is so small or large that times would be infinite.
     """
 
     flops_per_s: float
@@ -100,11 +104,19 @@ class SequenceHardware:
             advice="XLA's default is 1.",
         )
         object.__setattr__(self, "transfers_under_way", most)
-        links = ("inside", "across", "one_sided", "ring_overlaps", "transfers_under_way")
-        names = tuple(f.name for f in fields(self) if f.name not in links)
-        _check_positive(self, tuple(name for name in names if name not in _MAY_BE_ZERO))
+        for name in ("inside", "across"):
+            instance(
+                "SequenceHardware", name, getattr(self, name), Link, advice="Give Link(bytes_per_s, ...)."
+            )
+        for name in ("one_sided", "ring_overlaps"):
+            value = flag("SequenceHardware", name, getattr(self, name), advice="Give a bool.")
+            object.__setattr__(self, name, value)
+        for name in ("processors", "tile_rows", "element_bytes"):
+            _check_integer(self, name)
+        _check_integer(self, "communication_processors", least=0)
+        _check_positive(self, ("flops_per_s", "linear", "attention", "memory_bytes_per_s"))
         _check_shares(self, ("linear", "attention"))
-        _check_seconds(self, ("launch_s", "attention_half_dim", "communication_processors"))
+        _check_seconds(self, ("launch_s", "attention_half_dim"))
         if self.communication_processors >= self.processors:
             raise ValueError(
                 "SequenceHardware: communication_processors < processors; got "
@@ -132,7 +144,13 @@ class SequenceHardware:
         return self.communication_processors / self.processors
 
 
-_MAY_BE_ZERO = ("launch_s", "attention_half_dim", "communication_processors")
+# These leave Python's numbers, and no NumPy scalars, in the fields.
+
+
+def _check_integer(owner: Link | SequenceHardware, name: str, *, least: int = 1) -> None:
+    kind = type(owner).__name__
+    value = integer(kind, name, getattr(owner, name), least=least, most=_MOST_OF_A_GPU, advice=_ADVICE)
+    object.__setattr__(owner, name, value)
 
 
 def _check_positive(owner: Link | SequenceHardware, names: tuple[str, ...]) -> None:
@@ -141,6 +159,9 @@ def _check_positive(owner: Link | SequenceHardware, names: tuple[str, ...]) -> N
         value = number(kind, name, getattr(owner, name), advice=_ADVICE)
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{kind}: {name} finite and > 0; got {name}={value}. {_ADVICE}")
+        if not _LEAST <= value <= _MOST:
+            raise ValueError(f"{kind}: {name} in {_LEAST:g} to {_MOST:g}; got {name}={value}. {_ADVICE}")
+        object.__setattr__(owner, name, value)
 
 
 def _check_shares(owner: Link | SequenceHardware, names: tuple[str, ...]) -> None:
@@ -156,6 +177,9 @@ def _check_seconds(owner: Link | SequenceHardware, names: tuple[str, ...]) -> No
         value = number(kind, name, getattr(owner, name), advice=_ADVICE)
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{kind}: {name} finite and >= 0; got {name}={value}. {_ADVICE}")
+        if value > _MOST:
+            raise ValueError(f"{kind}: {name} <= {_MOST:g}; got {name}={value}. {_ADVICE}")
+        object.__setattr__(owner, name, value)
 
 
 # Where the figures come from; what has no source here is an estimate, and no figure is fitted.

@@ -7,13 +7,15 @@ l d^2), attention, the other linear layers. Every algorithm is a list of events 
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
+from solver._check import INT32_MAX, MOST_DEVICES, MOST_HEADS, integer
 from solver._sequence_hardware import Link, SequenceHardware
 from solver._sequence_timeline import Lane, TimelineBuilder, Transfer, TransferPart
 from solver._topology import Topology
 
 QKV_FLOPS, OTHER_FLOPS = 6, 18  # of l d^2
+_MOST_BATCH = 2 * MOST_HEADS  # both branches of guidance
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +25,20 @@ class SequenceMesh:
     Attributes:
         ulysses_across, ulysses_inside: heads are dealt out over so many machines, and devices in each.
         ring_across, ring_inside: keys and values go round over so many machines, and devices in each.
+
+    Raises:
+        TypeError: for a degree that is no integer.
+        ValueError: for one under 1, or above 8,192.
     """
 
     ulysses_across: int
     ulysses_inside: int
     ring_across: int
     ring_inside: int
+
+    def __post_init__(self) -> None:
+        advice = "1 is none; degrees across multiply to the machines, those inside to the devices of each."
+        _check_integers(self, dict.fromkeys((f.name for f in fields(self)), MOST_DEVICES), advice)
 
     @property
     def ulysses_degree(self) -> int:
@@ -54,12 +64,27 @@ class SequenceShape:
         num_heads, head_dim: of attention; the width is their product.
         length: tokens of a sequence, text included.
         batch: sequences.
+
+    Raises:
+        TypeError: for what is no integer.
+        ValueError: for what is under 1, or larger than any.
     """
 
     num_heads: int
     head_dim: int
     length: int
     batch: int
+
+    def __post_init__(self) -> None:
+        most = {"num_heads": MOST_HEADS, "head_dim": MOST_HEADS, "length": INT32_MAX, "batch": _MOST_BATCH}
+        _check_integers(self, most, "FLUX.1 at 1024 x 1024 is SequenceShape(24, 128, 4608, 1).")
+
+
+def _check_integers(owner: SequenceMesh | SequenceShape, most: dict[str, int], advice: str) -> None:
+    """Makes Python's integers of the fields, or raises."""
+    for name, limit in most.items():
+        value = integer(type(owner).__name__, name, getattr(owner, name), most=limit, advice=advice)
+        object.__setattr__(owner, name, value)
 
 
 @dataclass(frozen=True, slots=True)

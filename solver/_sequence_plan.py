@@ -151,9 +151,10 @@ def plan_sequence_parallel(
     USP's meshes are candidates, so that the plan is never slower than the best of them; where several end together, the
     plan is one of USP's, or else uncut and two-sided, with as few transfers under way as do.
 
-    The layer is bidirectional self-attention over text and image together, and 24 l d^2 FLOP of linear layers, d =
-    num_heads * head_dim; the fullest device is timed. Not modelled: memory, devices that differ, what a step has
-    besides its layers (with guidance on halves, joining the branches).
+    The layer is bidirectional self-attention over text and image together, with as many heads of keys as of queries,
+    and 24 l d^2 FLOP of linear layers, d = num_heads * head_dim; the fullest device is timed. Grouped heads send fewer
+    keys than that, and attention on them refuses a plan's `head_groups` if a device has fewer key heads. Not modelled:
+    memory, devices that differ, what a step has besides its layers (with guidance on halves, joining the branches).
 
     Args:
         topology: machines and devices in each; at most 1,024 devices.

@@ -139,6 +139,9 @@ def test_the_last_good_ones(attention):
         ),
         (r"scale is finite; got scale=nan. Leave it out", (Q, Q, Q), {"scale": np.nan}),
         (r"scale is finite; got scale=-inf", (Q, Q, Q), {"scale": np.float32(-np.inf)}),
+        (r"scale is 0 or of a size that float32 holds.*got scale=1e\+300", (Q, Q, Q), {"scale": 1e300}),
+        (r"scale is 0 or .* 1.2e-38 to 3.4e\+38; got scale=-1e-39", (Q, Q, Q), {"scale": np.float64(-1e-39)}),
+        (r"scale is 0 or .*got scale=a number of more than 128 bits", (Q, Q, Q), {"scale": -(10**5000)}),
         (r"replicated keys.*got causal=True", (Q, Q, Q), {"keys_replicated": True, "causal": True}),
         (r"replicated keys.*text=yes", (Q, Q, Q), {"keys_replicated": True, "text": text_of(2, 3, 4, 8)}),
     ],
@@ -152,6 +155,26 @@ def test_shapes(attention, message, args, options):
 def test_float64_is_not_taken_for_float32(attention):
     with jax.enable_x64(True), pytest.raises(TypeError, match="float32 at most; got float64"):
         in_map(attention, *(np.ones((2, 4, 4, 8)),) * 3)
+
+
+@every
+@pytest.mark.parametrize(
+    "dtype",
+    [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e8m0fnu, jnp.float4_e2m1fn],
+    ids=lambda x: x.__name__,
+)
+def test_floats_that_would_round_results_away(attention, dtype):
+    small = rows(2, 4, 4, 8, dtype=dtype)
+    with pytest.raises(
+        TypeError, match=f"^{attention.__name__}: q, k and v have 16 bits.*got {dtype.__name__}"
+    ):
+        in_map(attention, small, small, small)
+
+
+@every
+@pytest.mark.parametrize("scale", [0, 2**-126, -3e38, np.finfo(np.float32).max])
+def test_the_last_good_scales(attention, scale):
+    in_map(attention, Q, Q, Q, scale=scale)
 
 
 @every
@@ -187,6 +210,7 @@ def test_float64_is_not_taken_for_float32(attention):
         (r"causal is True or False, .*; got str", (Q, Q, Q), {"causal": "no"}),
         (r"causal is True or False, .*; got NoneType", (Q, Q, Q), {"causal": None}),
         (r"causal is True or False, .*; got int 2. Give a bool", (Q, Q, Q), {"causal": 2}),
+        (r"causal is .*; got int a number of more than 128 bits", (Q, Q, Q), {"causal": 10**5000}),
         (r"keys_replicated is True or False, .*; got str", (Q, Q, Q), {"keys_replicated": "no"}),
         (r"q is an array; got NoneType. Give \(batch, length", (None, Q, Q), {}),
         (r"v is an array; got NoneType", (Q, Q, None), {}),
@@ -264,8 +288,13 @@ def test_ids_of_64_bits(attention):
 def test_head_groups(attention, replicated):
     call = partial(in_map, attention, Q, Q, Q, keys_replicated=replicated, axes=("x", ()))
     call(head_groups=np.int64(2))
+    if replicated:  # nothing is exchanged: one attention serves self- and cross-attention
+        call(head_groups=8)
+    else:
+        few = "head_groups is 1 to the key heads of a device; got head_groups=3, 2 .*Use fewer groups"
+        with pytest.raises(ValueError, match=f"^{attention.__name__}: {few}"):
+            call(head_groups=3)
     for groups, error, message in (
-        (3, ValueError, "is 1 to the key heads of a device; got head_groups=3, 2 .*Use fewer groups"),
         (0, ValueError, "is at least 1; got head_groups=0. 1 exchanges all heads at once"),
         (-1, ValueError, "is at least 1; got head_groups=-1"),
         (True, TypeError, "is an integer; got bool True"),
@@ -292,7 +321,9 @@ def test_axes_that_are_not_manual(attention):
         with pytest.raises(ValueError, match=rf"{name} .*got 'y', .* of them manual \('x',\)"):
             in_map(attention, Q, Q, Q, axes=axes, manual=("x",))
         axes[place] = None
-        with pytest.raises(ValueError, match=rf"{name} .*got None"):
+        with pytest.raises(
+            ValueError, match=rf"{name} .*got None, .*manual \('x', 'y'\). Give \(\) for none"
+        ):
             in_map(attention, Q, Q, Q, axes=axes)
         axes[place] = ["x"]
         with pytest.raises(TypeError, match=rf"{name} is a name or a tuple of names; got a list"):
@@ -310,6 +341,26 @@ def test_axes_that_are_not_manual(attention):
             ValueError, match=rf"{name} .*got 'x', with mesh axes \(\).*Call it inside jax.shard_map"
         ):
             jax.eval_shape(partial(attention, **options), Q, Q, Q)
+
+
+@every
+@pytest.mark.parametrize("in_shard_map", [False, True])
+def test_axes_of_vmap(attention, in_shard_map):
+    options = dict(zip(CALLS[attention], ("i", (), ()), strict=False))
+
+    def mapped(x):
+        return jax.vmap(lambda q: attention(q, q, q, **options), axis_name="i")(x)
+
+    if in_shard_map:
+        mapped = jax.shard_map(mapped, mesh=mesh_of(x=2, y=2), in_specs=P(), out_specs=P())
+    names = r"\('x', 'y'\)" if in_shard_map else r"\(\)"
+    manual = (
+        rf"^{attention.__name__}: {CALLS[attention][0]} is a manual axis of the shard_map around the call"
+    )
+    with pytest.raises(
+        ValueError, match=rf"{manual}; got 'i', .* of them manual {names}. Call it inside jax.sh"
+    ):
+        jax.eval_shape(mapped, rows(2, *Q.shape))
 
 
 @every
