@@ -55,16 +55,18 @@ class Queries(NamedTuple):
         """Some of them, wherever in the sequence."""
         return Queries(self.q[:, rows], None if self.ids is None else self.ids[:, rows])
 
-    def runs(self) -> "Queries":
-        """All runs, stacked in front: positions are (runs, 1)."""
+    def run(self, number: Array) -> "Queries":
+        """One run of several."""
         assert self.positions is not None
-        runs = len(self.positions)
+        rows = partial(_run_of, runs=len(self.positions), number=number)
+        ids = None if self.ids is None else rows(self.ids)
+        return Queries(rows(self.q), ids, lax.dynamic_slice_in_dim(self.positions, number, 1))
 
-        def stacked(x: Array) -> Array:
-            return jnp.moveaxis(x.reshape(x.shape[0], runs, -1, *x.shape[2:]), 1, 0)
 
-        ids = None if self.ids is None else stacked(self.ids)
-        return Queries(stacked(self.q), ids, self.positions[:, None])
+def _run_of(x: Array, runs: int, number: Array) -> Array:
+    """Rows (b, l, ...) of one of several runs of one length."""
+    length = x.shape[1] // runs
+    return lax.dynamic_slice_in_dim(x, number * length, length, axis=1)
 
 
 class Keys(NamedTuple):
@@ -108,20 +110,30 @@ class Ring:
         """Devices."""
         return lax.axis_size(self.axis_name)
 
-    def attend(self, queries: Queries, keys: Keys, at_same: bool | None = None) -> Partial:
-        """Of these queries to these keys, here; a run of queries that all keys come after is not computed.
+    def add(self, total: Partial, queries: Queries, keys: Keys, at_same: bool | None = None) -> Partial:
+        """`total` merged with the attention of these queries to these keys.
 
         Args:
+            total: what the queries have attended already.
             queries, keys: to attend.
             at_same: as of `_by_place`, of every run.
         """
         if queries.positions is None or len(queries.positions) == 1:
-            return self._attend_run(queries, keys, at_same)
-        # A loop: written out, the program would grow with the square of the machines.
-        runs = lax.map(lambda run: self._attend_run(run, keys, at_same), queries.runs())
-        return Partial(*(jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in runs))
+            return merge(total, self.attend(queries, keys, at_same))
 
-    def _attend_run(self, queries: Queries, keys: Keys, at_same: bool | None) -> Partial:
+        # A loop: written out, the program would grow with the square of the machines.
+        def step(number: Array, total: Partial) -> Partial:
+            run, rows = queries.run(number), partial(_run_of, runs=len(positions), number=number)
+            merged = merge(Partial(*map(rows, total)), self.attend(run, keys, at_same))
+            start = number * run.q.shape[1]
+            updated = zip(total, merged, strict=True)
+            return Partial(*(lax.dynamic_update_slice_in_dim(x, y, start, axis=1) for x, y in updated))
+
+        positions = queries.positions
+        return lax.fori_loop(0, len(positions), step, total)
+
+    def attend(self, queries: Queries, keys: Keys, at_same: bool | None = None) -> Partial:
+        """Of a run of queries to these keys, here; not computed if all keys come after it. `at_same` as in `add`."""
         k, v = keys.kv
 
         def under(mask: Callable[[Queries, Keys], BlockMask]) -> Partial:
@@ -252,12 +264,13 @@ def ring_forward(
     """
     total = empty_partial(queries.q) if start is None else start
     if ring.size == 1:
-        here = ring.attend(queries, keys, at_same)
-        return here if start is None else merge(start, here)
+        if start is None:
+            return ring.attend(queries, keys, at_same)
+        return ring.add(start, queries, keys, at_same)
 
     def step(carry, number):
         total, moving = carry
-        total = merge(total, ring.attend(queries, _at_step(ring, moving, number), in_loop))
+        total = ring.add(total, queries, _at_step(ring, moving, number), in_loop)
         ahead, _, total = _passed_on(ring, moving, beside=total)
         return (total, ahead), None
 
@@ -265,7 +278,7 @@ def ring_forward(
     in_loop = None if at_same is not False else False
     steps = jnp.arange(ring.size - 1, dtype=jnp.int32)
     (total, moving), _ = lax.scan(step, (total, keys), steps)
-    return merge(total, ring.attend(queries, _at_step(ring, moving, ring.size - 1), at_same=False))
+    return ring.add(total, queries, _at_step(ring, moving, ring.size - 1), at_same=False)
 
 
 def ring_backward(
