@@ -164,8 +164,10 @@ def layer_timeline(
         >>> from solver._sequence_hardware import A100_MACHINE
         >>> shape, mesh = SequenceShape(24, 128, 66_048, 1), SequenceMesh(4, 1, 1, 8)
         >>> events = layer_timeline(Topology(4, 8), shape, mesh, A100_MACHINE, head_groups=None)
-        >>> events[1].lane, events[1].name, f"{max(event.stop_s for event in events) * 1e3:.1f} ms"
-        ('inside', 'attention: q +0 to own k, v: keys and values go round', '18.1 ms')
+        >>> {event.lane for event in events} == {"compute", "inside", "across"}
+        True
+        >>> f"{max(event.stop_s for event in events) * 1e3:.1f} ms"
+        '21.6 ms'
     """
     one_sided = _checked_kinds(topology, shape, mesh, hardware, one_sided)
     _check_mesh(topology, mesh, is_torus=head_groups is None)
