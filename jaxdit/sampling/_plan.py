@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import jax
@@ -124,7 +125,7 @@ class BatchPlanner:
         shared = found.mesh.num_devices
         image, text = -(-size // shared), -(-shape.most_text // shared)
         is_exact = image * shared == int(shape.image[0]) and bool((shape.text == text * shared).all())
-        attend = sequence_attention(**found.attention_options)
+        attend = _attention(**found.attention_options)
         layout = SequenceLayout(mesh, attend, image, text, 1, is_exact)
         return BatchPlan(layout, None, found.compiler_options, _text_of(found, size, shape))
 
@@ -168,6 +169,12 @@ class BatchPlanner:
             links=Links(padded=self.padded),
         )
         return StepLayout(plan, _BLOCK)
+
+
+@cache
+def _attention(**options: Any) -> Any:
+    """`sequence_attention`, one for the same options: it is part of a program's key."""
+    return sequence_attention(**options)
 
 
 def _homes(lengths: np.ndarray, devices: int) -> np.ndarray:

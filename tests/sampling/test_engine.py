@@ -165,6 +165,15 @@ def test_progress_and_cancelling():
         engine.generate(REQUESTS[:1], progress=lambda done, _: done == 2)
 
 
+def test_programs_are_compiled_once():
+    engine = Engine(TinyPipeline(), jax.devices()[:2])
+    for batch in (REQUESTS[:1], REQUESTS[:1], REQUESTS, REQUESTS, [REQUESTS[0], REQUESTS[2]], REQUESTS[:1]):
+        engine.generate(batch)
+    assert engine.num_programs == 3  # one request; up to four; up to two
+    for programs in engine._programs.values():
+        assert {program._cache_size() for program in programs} <= {0, 1}
+
+
 def test_no_requests():
     with pytest.raises(ValueError, match="at least one request"):
         Engine(TinyPipeline(), jax.devices()[:1]).generate([])
