@@ -12,17 +12,17 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
-from jaxdit.encoders import CLIP_L, T5_XXL, ClipTextConfig, ClipTextEncoder, T5Config, T5Encoder
-from jaxdit.encoders._t5 import relative_buckets
-from jaxdit.encoders._text_attention import attend, check_tokens
-from jaxdit.training import module_params
-from jaxdit.training._sharding import (
+from jaxdit._sharding import (
     gather_unstacked,
     layer_scan_for,
     param_shardings,
     param_specs,
     shard_axes,
 )
+from jaxdit.encoders import CLIP_L, T5_XXL, ClipTextConfig, ClipTextEncoder, T5Config, T5Encoder
+from jaxdit.encoders._t5 import relative_buckets
+from jaxdit.encoders._text_attention import attend, check_tokens
+from jaxdit.training import module_params
 from jaxdit.weights import abstract_params, load_params, read_config
 from parallel import DATA_AXES, data_mesh
 from tests.oracles_encoders import _bucket, clip_oracle, t5_oracle

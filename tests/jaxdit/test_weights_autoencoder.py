@@ -185,7 +185,7 @@ def test_config_json_of_published_models(tmp_path):
         ({"scaling_factor": "1"}, "scaling_factor must be a number"),
         (
             {"_class_name": "AutoencoderTiny"},
-            "_class_name must be .* or AutoencoderKL; got 'AutoencoderTiny'",
+            "_class_name must be .* or AutoencoderKL, or architectures .*; got 'AutoencoderTiny'",
         ),
     ],
 )

@@ -113,13 +113,13 @@ def alone():
     return [latents(engine, [request])[0] for request in REQUESTS]
 
 
-@pytest.mark.parametrize(
-    "batch", [REQUESTS, *([request] for request in REQUESTS)], ids=["all", "0", "1", "2"]
-)
-@pytest.mark.parametrize(
-    "devices", [pytest.param(2, marks=pytest.mark.full), 4, pytest.param(8, marks=pytest.mark.full)]
-)
-def test_pictures_do_not_depend_on_devices_or_on_the_batch(alone, devices, batch):
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize("numbers", [(0, 1, 2), (0,), *(pytest.param((i,), marks=FULL) for i in (1, 2))])
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=FULL), 4, pytest.param(8, marks=FULL)])
+def test_pictures_do_not_depend_on_devices_or_on_the_batch(alone, devices, numbers):
+    batch = [REQUESTS[number] for number in numbers]
     engine = Engine(TinyPipeline(), jax.devices()[:devices], devices_per_machine=min(devices, 4))
     for request, found in zip(batch, latents(engine, batch), strict=True):
         right = alone[REQUESTS.index(request)]
@@ -165,6 +165,7 @@ def test_progress_and_cancelling():
         engine.generate(REQUESTS[:1], progress=lambda done, _: done == 2)
 
 
+@FULL
 def test_programs_are_compiled_once():
     engine = Engine(TinyPipeline(), jax.devices()[:2])
     for batch in (REQUESTS[:1], REQUESTS[:1], REQUESTS, REQUESTS, [REQUESTS[0], REQUESTS[2]], REQUESTS[:1]):

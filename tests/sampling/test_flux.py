@@ -31,21 +31,24 @@ def opened(folder, devices=1, **options):
     return FluxPipeline(folder, jax.devices()[:devices], **options)
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.full), 4])
-@pytest.mark.parametrize("name", ["pipeline_dev", pytest.param("pipeline_schnell", marks=pytest.mark.full)])
-def test_pictures_are_those_of_diffusers(folders, name, devices):
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=FULL)], ids=["packed", "alone"])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=FULL), 4])
+@pytest.mark.parametrize("name", ["pipeline_dev", pytest.param("pipeline_schnell", marks=FULL)])
+def test_pictures_are_those_of_diffusers(folders, name, devices, alone):
     case, recorded = CASES[name], load_file(RECORDED / f"{name}.safetensors")
     engine = Engine(opened(folders / name, devices), jax.devices()[:devices])
     requests = requests_of(case)
-    for batch in (requests, *([request] for request in requests)):
-        for sample in engine.generate(batch):
-            assert sample.error is None
-            right = recorded[
-                str(next(i for i, r in enumerate(requests) if r.prompt == sample.request.prompt))
-            ]
-            (frame,) = sample.frames
-            assert frame.shape == right.shape
-            assert np.abs(frame.astype(int) - right.astype(int)).max() <= PIPELINE_BOUND
+    batches = [[request] for request in requests] if alone else [requests]
+    samples = [sample for batch in batches for sample in engine.generate(batch)]
+    for number, sample in enumerate(samples):
+        assert sample.error is None
+        right = recorded[str(number)]
+        (frame,) = sample.frames
+        assert frame.shape == right.shape
+        assert np.abs(frame.astype(int) - right.astype(int)).max() <= PIPELINE_BOUND
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,7 @@ def test_packed_requests_of_several_sizes(devices, branches):
     check(layout, mmdit, given, grids, tables)
 
 
+@FULL
 def test_packed_classes():
     mesh = sequence_mesh(jax.devices()[:4], ulysses_degree=4)
     grids = np.array([(1, 4, 5), (1, 3, 4), (1, 1, 2)], np.int32)
@@ -142,6 +143,7 @@ def test_branches_of_guidance_on_halves_of_the_devices():
     check(layout, mmdit, given, np.array([(1, 4, 5)], np.int32), None, copies=2)
 
 
+@FULL
 def test_a_sequence_of_a_class():
     mesh = sequence_mesh(jax.devices()[:4], ulysses_degree=2, ring_degree=2)
     layout = SequenceLayout(mesh, USP, 5, 0, 1, is_exact=True)
