@@ -61,7 +61,9 @@ def test_every_head_of_every_sequence_is_a_segment():
     "kernel",
     [
         pytest.param(None, marks=pytest.mark.full),
-        PallasKernel(KernelTiles(*[Tiles(16, 16, 4, 2)] * 3), interpret=True),
+        pytest.param(
+            PallasKernel(KernelTiles(*[Tiles(16, 16, 4, 2)] * 3), interpret=True), marks=pytest.mark.full
+        ),
     ],
     ids=["platform", "interpreted"],
 )

@@ -406,6 +406,7 @@ def _quick():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_quick")
 def test_one_device_runs_and_has_nothing_to_exchange(tmp_path, capsys, monkeypatch):
     tell_time(monkeypatch, runs=True)

@@ -93,7 +93,7 @@ TINY_SIZES = {
 
 
 _CONFIGS = [
-    pytest.param(path, id=path.stem, marks=[pytest.mark.full] * (path.stem == "flux_lora"))
+    pytest.param(path, id=path.stem, marks=[pytest.mark.full] * (path.stem in ("flux_lora", "dit_xl_2")))
     for path in sorted(CONFIG_DIR.glob("*.gin"))
 ]
 

@@ -235,6 +235,7 @@ def test_order_of_packing_does_not_matter():
         assert relative_error(one, other) < TOLERANCE
 
 
+@pytest.mark.full
 def test_a_batch_without_text_needs_no_text_rows():
     params, sequences = random_params(CONFIG), make_sequences(sizes=((5, 0), (1, 0), (9, 0)))
     grad = jax.jit(jax.value_and_grad(packed_loss))
