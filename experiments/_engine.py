@@ -1,6 +1,5 @@
 """A published pipeline opened for sampling by the programs."""
 
-import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,6 @@ from experiments._platform import ProcessSettings, compiler_options, prepare_pla
 from jaxdit.pipelines import FluxPipeline
 from jaxdit.sampling import Engine, Request, Sample
 from parallel import data_mesh
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

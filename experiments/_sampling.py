@@ -13,6 +13,7 @@ from experiments._feed import by_device_placer, home_rows
 from experiments._platform import compiled_together
 from experiments._run import Run
 from experiments.data import StepData, StepIndex, frames_from_rows
+from jaxdit import on_host
 from jaxdit.encoders import TOKEN_BYTES, byte_tokens
 from jaxdit.training import SampleInputs, SamplerSettings, make_sample_step, plan_without_text
 from solver import StepCapacity, StepLayout, capacity_for, step_tables
@@ -163,7 +164,7 @@ class PictureSampler:
             name = f"pictures-{len(self._programs)}"
             self._programs[capacity] = compiled_together(sample, name, params, inputs, self._key)
         rows = self._programs[capacity](params, inputs, self._key)
-        return self._pictures(np.asarray(_on_all_processes(rows)), index)
+        return self._pictures(on_host(rows), index)
 
     def _grow(self, *needs: StepCapacity) -> StepCapacity:
         """The capacity of the batches so far and of these needs; it has room for text even where there is none."""
@@ -246,11 +247,3 @@ class PictureSampler:
             cut = rows[device, start : start + count]
             pictures.append(frames_from_rows(cut, grid=tuple(grid), patch=patch))
         return pictures
-
-
-def _on_all_processes(rows: jax.Array) -> Any:
-    if rows.is_fully_addressable:
-        return rows
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.process_allgather(rows, tiled=True)

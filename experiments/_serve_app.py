@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import logging
 import re
 import secrets
 import time
@@ -23,6 +24,8 @@ from starlette.routing import Route
 from experiments._serve_metrics import ServiceMetrics
 from experiments._serve_queue import Job, QueueFullError, SamplingQueue
 from jaxdit.sampling import Engine, NonFiniteError, Request, Sample
+
+_LOG = logging.getLogger(__name__)
 
 _MOST_BYTES = 1 << 20
 # How often a waiting response looks whether its client is still there.
@@ -115,7 +118,8 @@ class Service:
             response = _refusal(error)
         except ClientDisconnect:
             response = Response(status_code=499)
-        except Exception as error:
+        except Exception as error:  # no request may stop the server
+            _LOG.exception("a request failed")
             response = _refusal(RefusedError(500, f"sampling failed: {type(error).__name__}."))
         self.metrics.responded(response.status_code, time.monotonic() - started, pictures)
         return response

@@ -1,5 +1,6 @@
 """Diffusion transformers for mixed data: losses, times, noise, and packages for all else."""
 
+from ._hosts import on_host as on_host
 from ._losses import LossSums as LossSums
 from ._losses import NoisedRows as NoisedRows
 from ._losses import ddpm_loss as ddpm_loss
@@ -36,6 +37,7 @@ __all__ = [
     "flow_velocity",
     "linear_schedule",
     "logit_normal_time",
+    "on_host",
     "sequence_times",
     "shift_time",
     "split_learned_sigma",

@@ -1,12 +1,11 @@
 """Finished latents to pixels."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jaxtyping import Float, UInt8
 
+from .._hosts import on_host
 from ..encoders import AutoencoderKL, Grid, decode_split
 from ..sampling import CanvasBuckets
 from ._latents import latents_of_rows
@@ -43,11 +42,5 @@ class PictureDecoder:
             size=(height, width),
         )
         factor = self._model.config.factor
-        shown = _on_host(jnp.clip(pixels / 2 + 0.5, 0, 1))[:, : factor * height, : factor * width]
+        shown = on_host(jnp.clip(pixels / 2 + 0.5, 0, 1))[:, : factor * height, : factor * width]
         return np.round(255 * shown).astype(np.uint8)
-
-
-def _on_host(x: jax.Array) -> np.ndarray:
-    if x.is_fully_addressable:
-        return np.asarray(x)
-    return np.asarray(multihost_utils.process_allgather(x, tiled=True))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .._image_attention import image_attention
 from .._losses import split_learned_sigma
 from ..models import Attention, ImageLabelRows, ImageTextRows, LayerScan
 
@@ -127,20 +128,10 @@ class LabelDenoiser:
             time=rows.time,
             labels=rows.conditions.labels,
         )
-        prediction = module(given, attention=_after(attention, rows.txt_ids.shape[0]), layer_scan=layer_scan)
+        prediction = module(
+            given, attention=image_attention(attention, rows.txt_ids.shape[0]), layer_scan=layer_scan
+        )
         return prediction if self.channels is None else split_learned_sigma(prediction, self.channels).noise
-
-
-def _after(attention: Attention, text_rows: int) -> Attention:
-    """Attention of a model without text rows, in a layout that has room for some."""
-    if not text_rows:
-        return attention
-
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        q, k, v = (jnp.pad(x, ((text_rows, 0), (0, 0), (0, 0))) for x in (q, k, v))
-        return attention(q, k, v)[text_rows:]
-
-    return attend
 
 
 Evaluate = Callable[[DenoiserRows, Attention], Float[Array, "n c"]]

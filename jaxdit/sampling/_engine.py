@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from solver import SequenceHardware
 
+from .._hosts import on_host
 from ..schedulers import SamplerState, SamplingTable
 from ._buckets import SizeBuckets
 from ._denoiser import Conditions
@@ -197,14 +197,14 @@ class _Running:
         state = self.programs.start(self._replicated(keys), self._replicated(names), self.batch)
         if all(request.noise is None for request in self.requests):
             return state
-        rows = np.array(_on_host(state.rows))
+        rows = np.array(on_host(state.rows))
         for request, (devices, places, tokens) in zip(self.requests, self._places(), strict=True):
             if request.noise is not None:
                 rows[devices, places] = request.noise[tokens]
         return state._replace(rows=self._by_device(rows[self._local()]))
 
     def _latents(self, state: SamplerState) -> Iterator[np.ndarray]:
-        rows = _on_host(state.rows)
+        rows = on_host(state.rows)
         for count, (devices, places, tokens) in zip(self.grids.prod(1), self._places(), strict=True):
             latents = np.zeros((count, self.channels), np.float32)
             latents[tokens] = rows[devices, places]
@@ -213,7 +213,7 @@ class _Running:
     def _places(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Where each request's rows are: devices, rows there, and the tokens that they are."""
         home = self.programs.home(self.batch)
-        request, token = _on_host(home.request), _on_host(home.token)
+        request, token = on_host(home.request), on_host(home.token)
         for number in range(len(self.requests)):
             devices, places = np.nonzero(request == number + 1)
             yield devices, places, token[devices, places]
@@ -255,12 +255,6 @@ def _ordered(layout: Layout) -> list[Any]:
     """Devices in the order of the layout's axes."""
     mesh = layout.mesh
     return mesh.devices.transpose([mesh.axis_names.index(name) for name in layout.axes]).ravel().tolist()
-
-
-def _on_host(x: jax.Array) -> np.ndarray:
-    if x.is_fully_addressable:
-        return np.asarray(x)
-    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def _padded(given: Conditions, missing: int) -> Conditions:

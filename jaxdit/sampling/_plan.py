@@ -117,7 +117,7 @@ class BatchPlanner:
             self.topology,
             self.num_heads,
             self.head_dim,
-            (size, max(shape.most_text, 0)),
+            (size, shape.most_text),
             cfg=shape.branches == 2,
             hardware=self.hardware or _hardware(self.devices[0].device_kind),
         )

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._sharding import AxisName, gather_unstacked, param_specs, shard_axes, stacks_scan
+from .._sharding import AxisName, gather_unstacked, module_params, param_specs, shard_axes, stacks_scan
 from ..models import LayerScan, scan_layers
 
 # Devices that share a copy of the parameters.
@@ -46,7 +46,7 @@ class ShardedModule:
     def _axes(self, mesh: Mesh) -> Any:
         """The divided axis of every parameter, -1 for none."""
         degree = math.prod(mesh.shape[name] for name in self._names(mesh))
-        return shard_axes(nnx.to_pure_dict(nnx.state(self.module, nnx.Param)), degree)
+        return shard_axes(module_params(self.module), degree)
 
     def specs(self, mesh: Mesh) -> Any:
         """Partition specs of the parameters."""

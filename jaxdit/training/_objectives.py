@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from .._image_attention import image_attention
 from .._losses import (
     LossSums,
     ddpm_loss,
@@ -283,16 +284,6 @@ def _without_text(rows: TokenRows) -> TokenRows:
     )
 
 
-def _image_attention(attention: Attention, num_text_rows: int) -> Attention:
-    """Attention of a model without text rows, in a layout that has room for some."""
-
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        q, k, v = (jnp.pad(x, ((num_text_rows, 0), (0, 0), (0, 0))) for x in (q, k, v))
-        return attention(q, k, v)[num_text_rows:]
-
-    return attend
-
-
 def _labels(rows: TokenRows) -> Int[Array, " s"]:
     if rows.labels is None:
         raise ValueError(
@@ -381,5 +372,5 @@ class DiffusionLoss:
             time=_of_local(time, rows),
             labels=_of_local(labels, rows),
         )
-        attention = _image_attention(context.attention, rows.txt_segment_ids.shape[0])
+        attention = image_attention(context.attention, rows.txt_segment_ids.shape[0])
         return module(model_rows, attention=attention, layer_scan=context.layer_scan)
