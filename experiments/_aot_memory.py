@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from experiments._aot_program import AbstractRun, device_bytes
+from experiments._run_pipeline import backbone_params
 from experiments.hlo import Buffer, Module
 from jaxdit.training import STACKS, DeviceModel, input_specs, param_specs
 
@@ -20,11 +21,11 @@ from jaxdit.training import STACKS, DeviceModel, input_specs, param_specs
 class HandSum:
     """Bytes on a device by hand: shapes and shardings, and what must exist at the same time in the backward pass.
 
-    A sampling program has no backward pass; it takes the moving average (and frozen parameters) alone.
+    An evaluation in sampling has no backward pass; it takes the backbone's moving average (and frozen parameters).
 
     Attributes:
         parameters, ema, optimizer: the program's arguments.
-        inputs: its data; sampled rows with them.
+        inputs: its data.
         gradients: float32, one array like the parameters.
         kept: what the forward pass keeps for the backward pass: inputs of layers, or what the policy says.
         whole_layers: of sharded layers besides those that are kept: parameters that are being gathered, whole gradients
@@ -33,7 +34,7 @@ class HandSum:
         attention: rows of q, k, v in both layouts, their float32 gradients, output and its gradient.
         block: one block's activations and their gradients while it is differentiated; where attention and MLP run one
             after the other, and not side by side, what the MLP takes beyond the rows of attention. In sampling also the
-            rows between noise and picture.
+            rows that are sent and come back.
     """
 
     parameters: int
@@ -60,7 +61,8 @@ class HandSum:
 def hand_sum(run: AbstractRun) -> HandSum:
     """The sum for a run's training step, or for its sampling program."""
     state = run.state
-    capacity, model = run.requested.plans.capacity, run.requested.settings.model
+    settings, capacity = run.requested.settings, run.requested.plans.capacity
+    model = settings.model
     itemsize = np.dtype(model.dtype).itemsize
     rows = capacity.text + capacity.image
     head_rows = (2 * capacity.key_rows + capacity.query_rows) * (model.width // model.num_heads)
@@ -73,19 +75,16 @@ def hand_sum(run: AbstractRun) -> HandSum:
     block = rows * model.width * itemsize * (13 * (1 + trains))
     if not _has_parallel_blocks(state.params):
         block = max(block - attention, 0)
-    inputs, kept = device_bytes(run.inputs), 0
+    inputs, kept = device_bytes(run.inputs if trains else run.sampled), 0
     if trains:
         kept, whole_layers = _at_the_peak(run, kept_bytes(run))
     else:
         whole_layers = max(_whole_layers(run, 2 * itemsize)) + _unstacked(run)
-        rows_of_float32 = 4 * model.channels
-        # Image rows and their weights in the loss are not read; sampled rows come out in their place.
-        inputs -= device_bytes(run.inputs.rows.img_loss_weight)
-        # Rows at this step's time and at the next one's, and the velocity, or that of either branch of guidance.
-        block += capacity.image * rows_of_float32 * (3 + run.requested.is_guided)
+        # Float32 rows of latents on their way to where they are evaluated, and predictions on their way back.
+        block += 2 * (capacity.image + capacity.home_image) * 4 * model.channels
     return HandSum(
-        parameters=device_bytes(state.all_params if trains else state.frozen),
-        ema=device_bytes(state.ema),
+        parameters=device_bytes(state.all_params if trains else backbone_params(settings, state.frozen)),
+        ema=device_bytes(state.ema if trains else backbone_params(settings, state.ema)),
         optimizer=trains * device_bytes(state.opt_state),
         inputs=inputs,
         gradients=trains * device_bytes(state.params),
@@ -116,7 +115,7 @@ def _whole_layers(run: AbstractRun, bytes_of_element: int) -> list[int]:
 
 def _unstacked(run: AbstractRun) -> int:
     """Bytes of the sharded parameters outside of layers when they are whole."""
-    leaves = jax.tree_util.tree_leaves_with_path(run.state.all_ema)
+    leaves = jax.tree_util.tree_leaves_with_path(backbone_params(run.requested.settings, run.state.all_ema))
     outside = [x for path, x in leaves if not any(getattr(key, "key", None) in STACKS for key in path)]
     return sum(x.size * x.dtype.itemsize for x in outside if not x.sharding.is_fully_replicated)
 

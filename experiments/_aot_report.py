@@ -8,6 +8,7 @@ from typing import Any
 from experiments._aot_gpus import DEFAULT_POOL, Gpu, Machines
 from experiments._aot_memory import HandSum, shapes_of, temporaries_by_what
 from experiments._aot_program import AbstractRun, Compiled, Requested
+from experiments._aot_sampled import is_guided
 from experiments.hlo import (
     Collective,
     Executions,
@@ -118,9 +119,9 @@ def program_name(requested: Requested) -> str:
     """What is compiled."""
     if not requested.forward_only:
         return "training step"
-    sampler = requested.settings.sampler
-    guidance = f", guidance {sampler.guidance_scale:g}" if requested.is_guided else ""
-    return f"sampling, {sampler.num_steps} steps{guidance}"
+    settings = requested.settings
+    guidance = f", guidance {settings.sampler.guidance_scale:g}" if is_guided(settings) else ""
+    return f"sampling, one evaluation{guidance}"
 
 
 def _num_params(run: AbstractRun) -> int:

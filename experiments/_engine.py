@@ -10,9 +10,9 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from experiments._config import UserError, checking
-from experiments._platform import ProcessSettings, compiler_options, prepare_platform
+from experiments._platform import ProcessSettings, compiled_together, compiler_options, prepare_platform
 from jaxdit.pipelines import FluxPipeline
-from jaxdit.sampling import Engine, Request, Sample
+from jaxdit.sampling import Engine, Request, Sample, StepCache
 from parallel import data_mesh
 
 
@@ -28,6 +28,7 @@ class EngineSettings:
         shards: devices that share a copy of the parameters: "all", "machine" or "one".
         cache: folder where compiled programs are kept; None keeps none.
         on_long: what becomes of a caption that is too long: "error" or "truncate".
+        step_cache: leaves blocks out of evaluations in which little changes; None computes all.
     """
 
     model: Path
@@ -37,6 +38,7 @@ class EngineSettings:
     shards: str = "all"
     cache: Path | None = None
     on_long: str = "error"
+    step_cache: StepCache | None = None
 
 
 def open_engine(settings: EngineSettings) -> Engine:
@@ -72,6 +74,8 @@ def open_engine(settings: EngineSettings) -> Engine:
             devices,
             devices_per_machine=settings.devices_per_machine,
             compiler_options=compiler_options(data_mesh(devices)),
+            step_cache=settings.step_cache,
+            compiled=compiled_together if jax.process_count() > 1 else None,
         )
 
 

@@ -63,20 +63,31 @@ class Planner:
     head_groups: int = 1
     padded: bool = True
 
+    @property
+    def devices_per_machine(self) -> int:
+        """Devices between which nothing crosses machines."""
+        return self.num_devices if self.topology is None else self.topology.devices_per_machine
+
     def layout(self, index: StepIndex) -> StepLayout:
         """The layouts of a micro-batch."""
         return StepLayout(self.plan(index, self.bags), self.block, self.head_groups)
 
     def plan(self, index: StepIndex, bags: BagSpec | str | None) -> BalancePlan:
         """A plan of a micro-batch under the given bags."""
+        return self.plan_lengths(index.lengths, index.text_lengths, index.home(self.num_devices), bags)
+
+    def plan_lengths(
+        self, lengths: np.ndarray, text_lengths: np.ndarray, home: np.ndarray, bags: BagSpec | str | None
+    ) -> BalancePlan:
+        """A plan of sequences of so many tokens, of which so many are text, from the devices that they are on."""
         return balance(
-            index.lengths,
-            index.home(self.num_devices),
+            lengths,
+            home,
             num_devices=self.num_devices,
             bags=bags,
             cost=self.cost,
             num_heads=self.num_heads,
-            text_lengths=index.text_lengths,
+            text_lengths=text_lengths,
             topology=self.topology,
             links=self.links,
             max_rows=self.max_rows if bags == "auto" else None,

@@ -25,7 +25,7 @@ from experiments._platform import compiled_together
 from experiments._profile import Profile
 from experiments._run import Run
 from experiments._run_data import data_errors
-from experiments._sampling import PictureSampler, parse_request
+from experiments._sampling import PictureSampler, run_requests
 from experiments._signals import StopRequest
 from experiments.data import StepIndex, StepReader, make_loader
 from jaxdit.training import StepMetrics, TrainState, make_eval_step, make_train_step
@@ -281,18 +281,19 @@ class Trainer:
         return self._evaluator.loss(state.all_ema)
 
     def _draw_samples(self, state: TrainState, done: int) -> None:
-        requests = [parse_request(text, i) for i, text in enumerate(self.run.settings.sample_prompts)]
+        requests = run_requests(self.run)
         if self._pictures is None:
-            self._pictures = PictureSampler(self.run, seed=self.run.settings.seed)
-        pictures = self._pictures(state.all_ema, requests)
-        if jax.process_index() != 0:
+            self._pictures = PictureSampler(self.run)
+        drawn = self._pictures(state.all_ema, requests)
+        made = [(r, frames) for r, frames in zip(requests, drawn, strict=True) if frames is not None]
+        if jax.process_index() != 0 or not made:
             return
         path = self._samples_path(done)
         with writing(path, _MAKE_ROOM):
             save_grid(
                 path,
-                [picture[0] if len(picture) == 1 else picture for picture in pictures],
-                [request.prompt for request in requests],
+                [frames[0] if len(frames) == 1 else frames for _, frames in made],
+                [request.prompt for request, _ in made],
                 title=f"step {done}, EMA weights",
             )
 

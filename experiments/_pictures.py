@@ -106,12 +106,20 @@ def save_image(path: str | Path, image: np.ndarray, metadata: Mapping[str, str] 
     _write_png(path, Image.fromarray(frames[0]), metadata or {})
 
 
-def save_clip(path: str | Path, frames: np.ndarray, *, fps: float = 8.0, scale: int = 1) -> None:
-    """Writes a clip, as animated GIF or as H.264 in MP4 by the suffix of `path`.
+def save_clip(
+    path: str | Path,
+    frames: np.ndarray,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    fps: float = 8.0,
+    scale: int = 1,
+) -> None:
+    """Writes a clip, as animated GIF or as H.264 in MP4 by the suffix of `path`; either takes text, as a comment.
 
     Args:
       path: ends in .gif or .mp4.
       frames: uint8 RGB of shape (frames, height, width, 3).
+      metadata: text to store in the file, as JSON in its comment.
       fps: frames per second; a GIF rounds the time of a frame to 10 ms.
       scale: whole factor by which to enlarge, for clips too small to look at. In an MP4, whose sides have to
         be even, the last row or column is repeated where needed.
@@ -127,7 +135,7 @@ def save_clip(path: str | Path, frames: np.ndarray, *, fps: float = 8.0, scale: 
     if suffix not in writers:
         raise ValueError(f"save_clip: path must end in .gif or .mp4; got {str(path)!r}.")
     part = part_path(path)
-    writers[suffix](part, clip, fps)
+    writers[suffix](part, clip, fps, json.dumps(dict(metadata or {}), ensure_ascii=False))
     os.replace(part, path)
 
 
@@ -274,15 +282,24 @@ def _write_png(path: str | Path, picture: Image.Image, metadata: Mapping[str, st
     os.replace(part, path)
 
 
-def _write_gif(path: Path, clip: np.ndarray, fps: float) -> None:
+def _write_gif(path: Path, clip: np.ndarray, fps: float, comment: str) -> None:
     first, *rest = [Image.fromarray(frame).quantize(256, dither=Image.Dither.NONE) for frame in clip]
-    first.save(path, save_all=True, append_images=rest, duration=round(1000 / fps), loop=0, optimize=False)
+    first.save(
+        path,
+        save_all=True,
+        append_images=rest,
+        duration=round(1000 / fps),
+        loop=0,
+        optimize=False,
+        comment=comment.encode(),
+    )
 
 
-def _write_mp4(path: Path, clip: np.ndarray, fps: float) -> None:
+def _write_mp4(path: Path, clip: np.ndarray, fps: float, comment: str) -> None:
     _, height, width, _ = clip.shape
     clip = np.pad(clip, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     with av.open(str(path), "w", format="mp4") as container:
+        container.metadata["comment"] = comment
         stream: Any = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
         stream.width, stream.height = clip.shape[2], clip.shape[1]
         stream.pix_fmt = "yuv420p"  # what browsers play

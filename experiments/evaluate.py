@@ -38,9 +38,10 @@ def main(argv: Sequence[str]) -> int:
     from experiments._digits import DigitClassifier
     from experiments._disk import writing
     from experiments._figures import SheetStyle, save_grid
-    from experiments._sampling import PictureSampler, SampleRequest, check_requests, parse_size
+    from experiments._sampling import PictureSampler, check_requests, parse_size
     from experiments._workdir import load_run
     from experiments.data import DIGIT_SIZES, DIGIT_WORDS
+    from jaxdit.sampling import Request
 
     sizes = [(1, *size) for size in DIGIT_SIZES] if args.size is None else [parse_size(args.size)]
     if any(frames != 1 for frames, _, _ in sizes):
@@ -49,13 +50,19 @@ def main(argv: Sequence[str]) -> int:
     # Ten digits in a row share a size, so that every digit is drawn at every size.
     chosen = [sizes[(i // 10) % len(sizes)] for i in range(NUM_SAMPLES)]
     requests = [
-        SampleRequest(f"a handwritten {DIGIT_WORDS[label]}", *size, noise_id=i)
-        for i, (label, size) in enumerate(zip(labels, chosen, strict=True))
+        Request(f"a handwritten {DIGIT_WORDS[label]}", height, width, seed=args.seed, number=i)
+        for i, (label, (_, height, width)) in enumerate(zip(labels, chosen, strict=True))
     ]
     opened = load_run(
         args.workdir, args.bindings, args.devices, check=lambda run: check_requests(requests, run)
     )
-    pictures = [clip[0] for clip in PictureSampler(opened.run, seed=args.seed)(opened.params, requests)]
+    drawn = PictureSampler(opened.run)(opened.params, requests)
+    pictures = [frames[0] for frames in drawn if frames is not None]
+    if len(pictures) < len(requests):
+        raise UserError(
+            f"{len(requests) - len(pictures)} of {len(requests)} pictures became NaN or infinite; warnings say when."
+            " Evaluate an earlier checkpoint, or train at a lower learning rate."
+        )
     classifier = DigitClassifier()
     correct = classifier.classify(pictures) == labels
     if args.grid is not None:

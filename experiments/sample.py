@@ -13,7 +13,9 @@ from experiments._program import UserError, log_to_stderr, run_program, seed
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m experiments.sample", description=__doc__.splitlines()[0])
-    source = parser.add_mutually_exclusive_group(required=True)
+    source = parser.add_argument_group(
+        "model, one of them or both (a run that trained the pipeline's transformer)"
+    )
     source.add_argument("--workdir", type=Path, help="folder of a run of experiments.train")
     source.add_argument("--model", type=Path, help="folder of a FLUX.1 pipeline in diffusers' layout")
     parser.add_argument("--prompt", action="append", default=[], help="caption (repeat for several pictures)")
@@ -23,6 +25,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--frames", type=int, default=1, help="more than 1 makes a clip")
     parser.add_argument("--seed", type=seed, default=0)
+    parser.add_argument("--steps", type=int, help="default: the run's; of FLUX.1 28 (dev), 4 (schnell)")
+    parser.add_argument(
+        "--guidance",
+        type=float,
+        help="a run's is classifier-free (default: the run's); FLUX.1's distilled (default: 3.5)",
+    )
+    parser.add_argument("--negative-prompt", help="what classifier-free guidance leads away from")
     parser.add_argument(
         "--out",
         type=Path,
@@ -31,15 +40,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--devices", type=int, help="number of devices (default: as the run was trained on; --model all)"
     )
+    parser.add_argument(
+        "--step-cache",
+        type=float,
+        metavar="THRESHOLD",
+        help="skip blocks while their input changes by less: faster, not exact (0.25 to 0.8 for FLUX.1)",
+    )
+    parser.add_argument(
+        "--step-cache-error", action="store_true", help="sample exactly too, and say how far apart they are"
+    )
     run = parser.add_argument_group("with --workdir")
     run.add_argument("--set", action="append", default=[], metavar="NAME.PARAMETER=VALUE", dest="bindings")
     model = parser.add_argument_group("with --model")
-    model.add_argument("--steps", type=int, help="default: 28 (dev), 4 (schnell)")
-    model.add_argument("--guidance", type=float, help="distilled guidance (default: 3.5)")
     model.add_argument(
         "--true-guidance", type=float, default=1.0, help="classifier-free guidance; 1 for none"
     )
-    model.add_argument("--negative-prompt", help="what classifier-free guidance leads away from")
     model.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     model.add_argument(
         "--shards", choices=["all", "machine", "one"], default="all", help="share one copy of the weights"
@@ -53,13 +68,85 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Sample the prompts in one batch and write a file for each. Returns the exit code."""
+    """Sample the prompts in one batch and write a file for each. Returns the exit code, 1 if a picture failed."""
     args = _parser().parse_args(argv)
     log_to_stderr()
+    if args.workdir is None and args.model is None:
+        raise UserError("--workdir or --model must say what to sample.")
     args.prompt += _prompts(args.prompts)
     if not args.prompt:
         raise UserError("--prompt or --prompts must give a caption.")
-    return _sample_run(args) if args.model is None else _sample_model(args)
+    if args.step_cache_error and args.step_cache is None:
+        raise UserError("--step-cache-error is of --step-cache, which is missing.")
+    requests = _requests(args)
+    paths = _paths(args, Path("samples") if args.workdir is None else args.workdir / "samples")
+    from experiments._engine import generate
+
+    engine = _engine(args, requests)
+    failed = 0
+    for path, made in zip(paths, generate(engine, requests), strict=True):
+        if made.frames is None:
+            failed += 1
+            logging.error("%s: %s", path, made.error)
+            continue
+        _write(path, made.frames, {name: str(value) for name, value in made.about.items()})
+        logging.info("wrote %s", path)
+    if args.step_cache_error:
+        for path, error in zip(paths, engine.cache_errors(requests), strict=True):
+            logging.info("%s: %s", path, error.text)
+    return int(failed > 0)
+
+
+def _engine(args: argparse.Namespace, requests: list[Any]) -> Any:
+    """The engine of what is to be sampled; a run's parameters are read once its requests are checked."""
+    from experiments._config import checking
+    from experiments._engine import EngineSettings, open_engine
+    from jaxdit.sampling import StepCache
+
+    with checking():
+        cache = None if args.step_cache is None else StepCache(args.step_cache)
+    on_long = "truncate" if args.truncate else "error"
+    if args.workdir is None:
+        settings = EngineSettings(
+            args.model,
+            devices=args.devices,
+            devices_per_machine=args.devices_per_machine,
+            dtype=args.dtype,
+            shards=args.shards,
+            cache=args.cache,
+            on_long=on_long,
+            step_cache=cache,
+        )
+        return open_engine(settings)
+    from experiments._sampling import RunFluxPipeline, RunPipeline, open_run_engine
+
+    def make(run: Any) -> Any:
+        return RunPipeline(run) if args.model is None else RunFluxPipeline(run, args.model, on_long=on_long)
+
+    options = {"bindings": args.bindings, "devices": args.devices, "step_cache": cache}
+    return open_run_engine(args.workdir, requests, make, **options)
+
+
+def _requests(args: argparse.Namespace) -> list[Any]:
+    """One for each prompt."""
+    from jaxdit.sampling import Request
+
+    height, width = _size(args, "32x32" if args.model is None else "1024x1024")
+    return [
+        Request(
+            prompt,
+            height,
+            width,
+            frames=args.frames,
+            steps=args.steps,
+            guidance=args.guidance,
+            negative_prompt=args.negative_prompt,
+            true_guidance=args.true_guidance,
+            seed=args.seed,
+            number=number,
+        )
+        for number, prompt in enumerate(args.prompt)
+    ]
 
 
 def _prompts(path: Path | None) -> list[str]:
@@ -79,67 +166,6 @@ def _size(args: argparse.Namespace, default: str) -> tuple[int, int]:
     if frames != 1:
         raise UserError(f"--size is HEIGHTxWIDTH, the number of frames is --frames; got {args.size!r}.")
     return height, width
-
-
-def _sample_run(args: argparse.Namespace) -> int:
-    """Pictures of a run of ours."""
-    from experiments._sampling import PictureSampler, SampleRequest, check_requests
-    from experiments._workdir import load_run
-
-    height, width = _size(args, "32x32")
-    requests = [SampleRequest(p, args.frames, height, width, noise_id=i) for i, p in enumerate(args.prompt)]
-    paths = _paths(args, args.workdir / "samples")
-    opened = load_run(
-        args.workdir, args.bindings, args.devices, check=lambda run: check_requests(requests, run)
-    )
-    pictures = PictureSampler(opened.run, seed=args.seed)(opened.params, requests)
-    for path, request, picture in zip(paths, requests, pictures, strict=True):
-        _write(path, picture, {"prompt": request.prompt, "seed": str(args.seed), "step": str(opened.step)})
-        logging.info("wrote %s", path)
-    return 0
-
-
-def _sample_model(args: argparse.Namespace) -> int:
-    """Pictures of a published pipeline."""
-    from experiments._engine import EngineSettings, generate, open_engine
-    from jaxdit.sampling import Request
-
-    height, width = _size(args, "1024x1024")
-    paths = _paths(args, Path("samples"))
-    engine = open_engine(
-        EngineSettings(
-            args.model,
-            devices=args.devices,
-            devices_per_machine=args.devices_per_machine,
-            dtype=args.dtype,
-            shards=args.shards,
-            cache=args.cache,
-            on_long="truncate" if args.truncate else "error",
-        )
-    )
-    requests = [
-        Request(
-            prompt,
-            height,
-            width,
-            frames=args.frames,
-            steps=args.steps,
-            guidance=args.guidance,
-            negative_prompt=args.negative_prompt,
-            true_guidance=args.true_guidance,
-            seed=args.seed,
-            number=number,
-        )
-        for number, prompt in enumerate(args.prompt)
-    ]
-    samples = generate(engine, requests)
-    for path, made in zip(paths, samples, strict=True):
-        if made.frames is None:
-            logging.error("%s: %s", path, made.error)
-            continue
-        _write(path, made.frames, {name: str(value) for name, value in made.about.items()})
-        logging.info("wrote %s", path)
-    return int(any(made.frames is None for made in samples))
 
 
 def _paths(args: argparse.Namespace, folder: Path) -> list[Path]:
@@ -165,7 +191,7 @@ def _write(path: Path, picture: Any, about: dict[str, str]) -> None:
         if path.suffix.lower() == ".png":
             save_image(path, picture[0], about)
         else:
-            save_clip(path, picture)
+            save_clip(path, picture, about)
 
 
 if __name__ == "__main__":

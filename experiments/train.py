@@ -59,11 +59,11 @@ def main(argv: Sequence[str]) -> int:
     from experiments._manifest import state_bytes
     from experiments._run import Run
     from experiments._run_data import open_data
-    from experiments._sampling import check_prompts
+    from experiments._sampling import check_requests, run_requests
 
     mesh = _platform.make_mesh(settings.num_devices, settings.shards)
     run = Run.make(settings, mesh, open_data(settings))
-    check_prompts(run)
+    check_requests(run_requests(run), run)
     with _workdir.only_user(workdir), Checkpoints(workdir, keep=settings.keep) as checkpoints:
         trainer = Trainer(run, workdir, args.profile)
         if (checkpoints.latest() or 0) < settings.steps:

@@ -1,5 +1,6 @@
 """Sampling on a mesh: one picture or clip on all devices, or many of any mixture of sizes at once."""
 
+from ._backbone import Backbone as Backbone
 from ._buckets import CanvasBuckets as CanvasBuckets
 from ._buckets import SizeBuckets as SizeBuckets
 from ._denoiser import Conditions as Conditions
@@ -11,7 +12,6 @@ from ._engine import CancelledError as CancelledError
 from ._engine import Engine as Engine
 from ._engine import Progress as Progress
 from ._pipeline import Pipeline as Pipeline
-from ._program import Backbone as Backbone
 from ._request import NonFiniteError as NonFiniteError
 from ._request import Request as Request
 from ._request import Sample as Sample

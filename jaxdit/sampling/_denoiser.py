@@ -1,6 +1,5 @@
 """What is sampled: a backbone on packed rows, whatever its conditions are."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -10,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from .._image_attention import image_attention
 from .._losses import split_learned_sigma
-from ..models import Attention, ImageLabelRows, ImageTextRows, LayerScan
+from ..models import Attention, ImageLabelRows, ImageTextRows
 
 
 class Conditions(NamedTuple):
@@ -71,12 +70,14 @@ class DenoiserRows(NamedTuple):
 
 @runtime_checkable
 class Denoiser(Protocol):
-    """A backbone's evaluation. Hashable: it is part of a program's key."""
+    """What a backbone takes and puts out. Hashable: it is part of a program's key."""
 
-    def __call__(
-        self, module: Any, rows: DenoiserRows, attention: Attention, layer_scan: LayerScan
-    ) -> Float[Array, "n c"]:
-        """Prediction for the image rows, float32."""
+    def inputs(self, rows: DenoiserRows, attention: Attention) -> tuple[Any, Attention]:
+        """The backbone's input, and its attention."""
+        ...
+
+    def prediction(self, output: Array) -> Float[Array, "n c"]:
+        """Prediction for the image rows, float32, of what it puts out."""
         ...
 
 
@@ -84,27 +85,26 @@ class Denoiser(Protocol):
 class TextDenoiser:
     """Of an `MMDiT`."""
 
-    def __call__(
-        self, module: Any, rows: DenoiserRows, attention: Attention, layer_scan: LayerScan
-    ) -> Float[Array, "n c"]:
-        """The backbone's prediction."""
+    def inputs(self, rows: DenoiserRows, attention: Attention) -> tuple[ImageTextRows, Attention]:
+        """See `Denoiser`."""
         given = rows.conditions
         assert rows.txt is not None, "a model of text has text features"
-        return module(
-            ImageTextRows(
-                img=rows.img,
-                img_segment_ids=rows.img_ids,
-                img_positions=rows.img_positions,
-                txt=rows.txt,
-                txt_segment_ids=rows.txt_ids,
-                txt_positions=jnp.zeros((rows.txt_ids.shape[0], 3), jnp.int32),
-                time=rows.time,
-                pooled=given.pooled,
-                guidance=given.embedded_guidance,
-            ),
-            attention=attention,
-            layer_scan=layer_scan,
+        inputs = ImageTextRows(
+            img=rows.img,
+            img_segment_ids=rows.img_ids,
+            img_positions=rows.img_positions,
+            txt=rows.txt,
+            txt_segment_ids=rows.txt_ids,
+            txt_positions=jnp.zeros((rows.txt_ids.shape[0], 3), jnp.int32),
+            time=rows.time,
+            pooled=given.pooled,
+            guidance=given.embedded_guidance,
         )
+        return inputs, attention
+
+    def prediction(self, output: Array) -> Float[Array, "n c"]:
+        """The backbone's prediction."""
+        return output
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,25 +117,20 @@ class LabelDenoiser:
 
     channels: int | None
 
-    def __call__(
-        self, module: Any, rows: DenoiserRows, attention: Attention, layer_scan: LayerScan
-    ) -> Float[Array, "n c"]:
-        """The predicted noise."""
-        given = ImageLabelRows(
+    def inputs(self, rows: DenoiserRows, attention: Attention) -> tuple[ImageLabelRows, Attention]:
+        """See `Denoiser`."""
+        inputs = ImageLabelRows(
             img=rows.img,
             img_segment_ids=rows.img_ids,
             img_positions=rows.img_positions,
             time=rows.time,
             labels=rows.conditions.labels,
         )
-        prediction = module(
-            given, attention=image_attention(attention, rows.txt_ids.shape[0]), layer_scan=layer_scan
-        )
-        return prediction if self.channels is None else split_learned_sigma(prediction, self.channels).noise
+        return inputs, image_attention(attention, rows.txt_ids.shape[0])
 
-
-Evaluate = Callable[[DenoiserRows, Attention], Float[Array, "n c"]]
-"""A denoiser with its module and layer scan."""
+    def prediction(self, output: Array) -> Float[Array, "n c"]:
+        """The predicted noise."""
+        return output if self.channels is None else split_learned_sigma(output, self.channels).noise
 
 
 def guided(predictions: Float[Array, "g n c"], scale: Float[Array, " n"]) -> Float[Array, "n c"]:

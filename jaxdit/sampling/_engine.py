@@ -1,5 +1,6 @@
 """The engine: requests in, pictures out, on all devices of a mesh."""
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,24 +8,40 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from solver import SequenceHardware
 
 from .._hosts import on_host
+from .._sharding import AnyMesh
+from ..encoders import Grid
 from ..schedulers import SamplerState, SamplingTable
 from ._buckets import SizeBuckets
 from ._denoiser import Conditions
 from ._pipeline import Pipeline
-from ._plan import BatchPlan, BatchPlanner, batch_shape
-from ._program import Batch, Layout, make_evaluation, make_home, make_start
+from ._plan import BatchPlan, BatchPlanner, BatchShape
+from ._program import (
+    Batch,
+    EvaluationInputs,
+    Layout,
+    SamplingState,
+    make_evaluation,
+    make_home,
+    make_start,
+)
 from ._request import NonFiniteError, Request, Sample
+from ._step_cache import CacheError, StepCache, cache_error
 
 _LOG = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], bool | None]
 """`progress(evaluations done, evaluations)`; True stops the batch."""
+
+CompileTogether = Callable[..., Any]
+"""`compiled(program, name, *args)`: a jitted program that all processes have compiled; each name comes once."""
+
+_NAMES = itertools.count()
 
 
 class CancelledError(RuntimeError):
@@ -43,6 +60,9 @@ class Engine:
         hardware: for plans of one request; by the kind of device by default.
         programs: programs for single requests, see `SizeBuckets`.
         compiler_options: of evaluations, as `jax.jit` takes them; a plan's own go before them.
+        step_cache: leaves blocks out of evaluations in which little changes; None computes all, which is exact.
+        compiled: of several processes, makes them wait until all have compiled a program: collectives give up on one
+            that comes late.
 
     Raises:
         ValueError: for devices that machines do not divide.
@@ -57,8 +77,11 @@ class Engine:
         hardware: SequenceHardware | None = None,
         programs: int = 6,
         compiler_options: Mapping[str, Any] | None = None,
+        step_cache: StepCache | None = None,
+        compiled: CompileTogether | None = None,
     ) -> None:
         self.pipeline = pipeline
+        self.step_cache, self._compiled = step_cache, compiled
         self._options = dict(compiler_options or {})
         devices = list(jax.devices() if devices is None else devices)
         self._planner = BatchPlanner(
@@ -70,7 +93,7 @@ class Engine:
             hardware=hardware,
             padded=devices[0].platform == "cpu",
         )
-        self._params: tuple[Mesh, Any] | None = None
+        self._params: tuple[AnyMesh, Any] | None = None
         self._programs: dict[Any, Programs] = {}
 
     @property
@@ -84,6 +107,8 @@ class Engine:
         Raises:
             ValueError: for what cannot be made; see `Pipeline.checked`.
         """
+        if not requests:
+            raise ValueError("Engine: at least one request; got none.")
         return [self.pipeline.checked(request) for request in requests]
 
     def generate(self, requests: Sequence[Request], *, progress: Progress | None = None) -> list[Sample]:
@@ -99,24 +124,48 @@ class Engine:
             ValueError: for a request that cannot be made, before anything is computed.
             CancelledError: if `progress` asked for it.
         """
-        if not requests:
-            raise ValueError("Engine.generate: at least one request; got none.")
         requests = self.checked(requests)
-        grids = [self.pipeline.grid(request) for request in requests]
-        is_guided = any(self.pipeline.is_guided(request) for request in requests)
-        given = self.pipeline.conditions(requests, is_guided=is_guided)
-        image = [grid.t * grid.h * grid.w for grid in grids]
-        plan = self._planner.plan(batch_shape(image, given.text_lengths, self.pipeline.text_tokens))
-        _LOG.info("%s", plan.text)
-        running = _Running(self, plan, requests, np.array(grids, np.int32), given)
-        rows, errors = running.run(progress)
+        found = self._sampled(requests, self.step_cache, progress)
         samples = []
-        for request, grid, latents, error in zip(requests, grids, rows, errors, strict=True):
-            frames = None if error is not None else self.pipeline.decode(latents, grid)
-            samples.append(Sample(request, frames, error, self.pipeline.about(request)))
+        for request, grid, latents, error in zip(
+            requests, found.grids, found.rows, found.errors, strict=True
+        ):
+            frames = None if error is not None else self.pipeline.decode(latents, Grid(*grid.tolist()))
+            about = self.pipeline.about(request)
+            if self.step_cache is not None:
+                about = {**about, "step_cache": self.step_cache.threshold, "skipped": found.skipped}
+            samples.append(Sample(request, frames, error, about))
         return samples
 
-    def params_on(self, mesh: Mesh) -> Any:
+    def cache_errors(self, requests: Sequence[Request]) -> list[CacheError]:
+        """What the step cache costs and saves: requests sampled with and without it, from the same noise.
+
+        Raises:
+            ValueError: without a step cache, or for a request that cannot be made.
+        """
+        if self.step_cache is None:
+            raise ValueError("Engine.cache_errors: the engine has no step cache; got None. Give step_cache.")
+        requests = self.checked(requests)
+        exact, cached = (self._sampled(requests, cache, None) for cache in (None, self.step_cache))
+        return [cache_error(*pair, cached.skipped) for pair in zip(exact.rows, cached.rows, strict=True)]
+
+    def _sampled(
+        self, requests: list[Request], step_cache: StepCache | None, progress: Progress | None
+    ) -> "_Latents":
+        """The finished latents of checked requests."""
+        grids = np.array([self.pipeline.grid(request) for request in requests], np.int32)
+        is_guided = any(self.pipeline.is_guided(request) for request in requests)
+        given = self.pipeline.conditions(requests, is_guided=is_guided)
+        lengths = grids.prod(1, dtype=np.int64), np.asarray(given.text_lengths, np.int64)
+        plan = self._planner.plan(BatchShape(*lengths, given.text_tokens))
+        _LOG.info("%s", plan.text)
+        return _Running(self, plan, requests, grids, given, step_cache).run(progress)
+
+    def forget_params(self) -> None:
+        """Ask the pipeline for its parameters again before the next batch."""
+        self._params = None
+
+    def params_on(self, mesh: AnyMesh) -> Any:
         """The backbone's parameters on a mesh; meshes of one device order share them."""
         shardings = self.pipeline.backbone.weights.shardings(mesh)
         if self._params is None:
@@ -125,26 +174,64 @@ class Engine:
             self._params = mesh, jax.device_put(self._params[1], shardings)
         return self._params[1]
 
-    def programs(self, plan: BatchPlan) -> "Programs":
+    def programs(self, plan: BatchPlan, step_cache: StepCache | None) -> "Programs":
         """Those of a layout, made once."""
-        layout = plan.layout
-        key = layout, tuple(plan.compiler_options.items())
+        layout, backbone = plan.layout, self.pipeline.backbone
+        key = layout, tuple(plan.compiler_options.items()), step_cache
         if key not in self._programs:
-            backbone = self.pipeline.backbone
             options = {**self._options, **plan.compiler_options}
-            evaluation = make_evaluation(layout, backbone, options or None)
             self._programs[key] = Programs(
-                make_start(layout, self.pipeline.channels), evaluation, make_home(layout)
+                *map(
+                    self._together,
+                    (
+                        make_start(layout, backbone, self.pipeline.channels, step_cache),
+                        make_evaluation(layout, backbone, options or None, step_cache=step_cache),
+                        make_home(layout),
+                    ),
+                )
             )
         return self._programs[key]
+
+    def _together(self, program: Any) -> Any:
+        return program if self._compiled is None else _Together(program, self._compiled)
 
 
 class Programs(NamedTuple):
     """Compiled for a layout: `make_start`, `make_evaluation`, `make_home`."""
 
-    start: Callable[..., SamplerState]
-    evaluation: Callable[..., tuple[SamplerState, Any]]
+    start: Callable[..., SamplingState]
+    evaluation: Callable[..., tuple[SamplingState, Any]]
     home: Callable[[Batch], Any]
+
+
+class _Together:
+    """A jitted program that all processes compile before any of them runs it, for every shapes of arguments."""
+
+    def __init__(self, program: Any, compiled: CompileTogether) -> None:
+        self._program, self._compile = program, compiled
+        self._made: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        key = tuple((x.shape, x.dtype) for x in jax.tree.leaves(args))
+        if key not in self._made:
+            self._made[key] = self._compile(self._program, f"sampling-{next(_NAMES)}", *args)
+        return self._made[key](*args)
+
+
+class _Latents(NamedTuple):
+    """Of a finished batch.
+
+    Attributes:
+        grids: (requests, 3).
+        rows: (tokens, channels) of each request.
+        errors: what went wrong with it, or None.
+        skipped: share of evaluations whose blocks did not run.
+    """
+
+    grids: np.ndarray
+    rows: list[np.ndarray]
+    errors: list[Exception | None]
+    skipped: float
 
 
 class _Running:
@@ -157,10 +244,11 @@ class _Running:
         requests: list[Request],
         grids: np.ndarray,
         given: Conditions,
+        step_cache: StepCache | None,
     ) -> None:
         self.layout: Layout = plan.layout
         self.requests, self.grids = requests, grids
-        self.programs = engine.programs(plan)
+        self.programs = engine.programs(plan, step_cache)
         self.params = engine.params_on(self.layout.mesh)
         self.channels = engine.pipeline.channels
         self.table = sampling_table(engine.pipeline.scheduler, requests, grids.prod(1), self.layout.requests)
@@ -170,25 +258,27 @@ class _Running:
         self.batch = Batch(self._replicated(padded), place)
         self.given = jax.tree.map(self._replicated, _padded(given, missing))
 
-    def run(self, progress: Progress | None) -> tuple[list[np.ndarray], list[Exception | None]]:
-        """Latents (tokens, channels) of each request, and what went wrong."""
+    def run(self, progress: Progress | None) -> _Latents:
+        """Sample."""
         state = self._started()
         evaluations = len(self.table.step)
         finite: list[Any] = []
         for index in range(evaluations):
-            time, coefficients = (self._replicated(x[index]) for x in self.table[:2])
-            state, here = self.programs.evaluation(
-                self.params, state, time, coefficients, self.given, self.batch
+            inputs = EvaluationInputs(
+                self.table.time[index], self.table.coefficients[index], np.bool_(index == evaluations - 1)
             )
+            inputs = jax.tree.map(self._replicated, inputs)
+            state, here = self.programs.evaluation(self.params, state, inputs, self.given, self.batch)
             finite.append(here)
             # One evaluation runs while the next is prepared; no more, so that a batch can be stopped.
             if index:
                 jax.block_until_ready(finite[index - 1])
             if progress is not None and progress(index + 1, evaluations):
                 raise CancelledError(f"stopped after {index + 1} of {evaluations} evaluations.")
-        return list(self._latents(state)), self._errors(np.stack([np.asarray(x) for x in finite]))
+        errors = self._errors(np.stack([np.asarray(x) for x in finite]))
+        return _Latents(self.grids, list(self._latents(state.sampler)), errors, _skipped(state))
 
-    def _started(self) -> SamplerState:
+    def _started(self) -> SamplingState:
         missing = self.layout.requests - len(self.requests)
         seeds = [jax.random.key(request.seed, impl="threefry2x32") for request in self.requests]
         keys = np.stack([np.asarray(jax.random.key_data(seed)) for seed in seeds])
@@ -197,11 +287,12 @@ class _Running:
         state = self.programs.start(self._replicated(keys), self._replicated(names), self.batch)
         if all(request.noise is None for request in self.requests):
             return state
-        rows = np.array(on_host(state.rows))
+        rows = np.array(on_host(state.sampler.rows))
         for request, (devices, places, tokens) in zip(self.requests, self._places(), strict=True):
             if request.noise is not None:
                 rows[devices, places] = request.noise[tokens]
-        return state._replace(rows=self._by_device(rows[self._local()]))
+        placed = self._by_device(rows[self._local()])
+        return state._replace(sampler=state.sampler._replace(rows=placed))
 
     def _latents(self, state: SamplerState) -> Iterator[np.ndarray]:
         rows = on_host(state.rows)
@@ -243,12 +334,21 @@ class _Running:
         sharding = NamedSharding(self.layout.mesh, P())
         if isinstance(x, jax.Array):
             return jax.device_put(x, sharding)
+        x = np.asarray(x)
         return jax.make_array_from_process_local_data(sharding, x, x.shape)
 
     def _by_device(self, x: np.ndarray) -> jax.Array:
         sharding = NamedSharding(self.layout.mesh, P(self.layout.axes))
         shape = self.layout.mesh.devices.size, *x.shape[1:]
         return jax.make_array_from_process_local_data(sharding, x, shape)
+
+
+def _skipped(state: SamplingState) -> float:
+    """Share of evaluations whose blocks did not run."""
+    if state.cache is None:
+        return 0.0
+    runs, evaluations = (int(on_host(x)[0]) for x in (state.cache.num_runs, state.cache.num_evaluations))
+    return 1 - runs / evaluations
 
 
 def _ordered(layout: Layout) -> list[Any]:

@@ -5,15 +5,17 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from parallel import PackedKernel, exchange, expand_attention, expand_tokens, make_balanced_attention
 from solver import StepCapacity, StepLayout, StepTables, step_tables
 
-from ._denoiser import Conditions, DenoiserRows, Evaluate
+from .._sharding import AnyMesh
+from ._backbone import Evaluate
+from ._denoiser import Conditions, DenoiserRows
 from ._home import HomeRows, positions
+from ._step_cache import CacheState
 
 
 class PackedTables(NamedTuple):
@@ -44,7 +46,7 @@ class PackedLayout:
         kernel: block computation of packed attention; chosen by platform if None.
     """
 
-    mesh: Mesh
+    mesh: AnyMesh
     capacity: StepCapacity
     requests: int
     branches: int
@@ -54,6 +56,16 @@ class PackedLayout:
     def rows(self) -> int:
         """Rows of a device's latents."""
         return -(-self.capacity.home_image // self.branches)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that are evaluated."""
+        return self.branches * self.requests
+
+    @property
+    def evaluated_rows(self) -> int:
+        """Image rows that a device evaluates."""
+        return self.capacity.image
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -92,8 +104,8 @@ class PackedLayout:
         conditions: Conditions,
         grids: Int[Array, "r 3"],
         tables: PackedTables,
-    ) -> Float[Array, "g n c"]:
-        """Inside `shard_map`: predictions of all branches for the rows here."""
+    ) -> tuple[Float[Array, "g n c"], CacheState | None]:
+        """Inside `shard_map`: predictions of all branches for the rows here, and the step cache."""
         given, capacity = conditions.flat(), self.capacity
         routes = expand_tokens(tables.step, capacity)
         # Home rows of the plan: the requests' of branch 0, then those of branch 1.
@@ -122,9 +134,10 @@ class PackedLayout:
             time=jnp.tile(time, self.branches),
             conditions=given,
         )
-        back = exchange(evaluate(rows, attention), routes.image.reversed, axis_name=self.axes)
+        found, cache = evaluate(rows, attention)
+        back = exchange(found, routes.image.reversed, axis_name=self.axes)
         first = count * jnp.arange(self.branches)[:, None]
-        return back[jnp.minimum(first + jnp.arange(self.rows)[None], capacity.home_image - 1)]
+        return back[jnp.minimum(first + jnp.arange(self.rows)[None], capacity.home_image - 1)], cache
 
     def _text(self, given: Conditions, tables: PackedTables, route: Any) -> tuple[Array | None, Array]:
         """Text rows in token layout: features are on every device, so only what they are moves."""

@@ -8,8 +8,8 @@ from jaxtyping import Float, UInt8
 
 from ..encoders import Grid
 from ..schedulers import Scheduler
+from ._backbone import Backbone
 from ._denoiser import Conditions
-from ._program import Backbone
 from ._request import Request
 
 
@@ -23,7 +23,6 @@ class Pipeline(Protocol):
         channels: of a row of latents.
         num_heads, head_dim: of attention.
         largest_tokens: most image tokens of a request.
-        text_tokens: rows of every caption's features, those past its length included; 0 where there is no text.
     """
 
     backbone: Backbone
@@ -32,7 +31,6 @@ class Pipeline(Protocol):
     num_heads: int
     head_dim: int
     largest_tokens: int
-    text_tokens: int
 
     def checked(self, request: Request) -> Request:
         """The request with defaults filled in.

@@ -1,6 +1,5 @@
 """How a batch is laid over the devices: a sequence-parallel plan for one request, a balanced one for several."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -126,7 +125,7 @@ class BatchPlanner:
         image, text = -(-size // shared), -(-shape.most_text // shared)
         is_exact = image * shared == int(shape.image[0]) and bool((shape.text == text * shared).all())
         attend = _attention(**found.attention_options)
-        layout = SequenceLayout(mesh, attend, image, text, 1, is_exact)
+        layout = SequenceLayout(mesh, attend, image, text, 1, shape.branches, is_exact)
         return BatchPlan(layout, None, found.compiler_options, _text_of(found, size, shape))
 
     def _mesh(self, **options: Any) -> Mesh:
@@ -208,8 +207,3 @@ def _text_of_packed(steps: StepLayout, shape: BatchShape) -> str:
         f" fullest device has {plan.load_max_over_mean:.3f} times the mean load,"
         f" {plan.rows_sent_fraction:.0%} of attention's rows change device"
     )
-
-
-def batch_shape(image: Sequence[int], text: Any, most_text: int) -> BatchShape:
-    """Shape of a batch from counts of tokens."""
-    return BatchShape(np.asarray(image, np.int64), np.asarray(text, np.int64), most_text)

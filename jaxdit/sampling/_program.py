@@ -5,22 +5,21 @@ data: noise levels, methods, conditions, the requests' sizes, plans.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from .._random import request_noise
-from ..models import Attention
+from .._sharding import AnyMesh
 from ..schedulers import SamplerState, advance, initial_state
-from ._denoiser import Conditions, Denoiser, DenoiserRows, Evaluate, guided
+from ._backbone import Backbone, CacheUse, Evaluate
+from ._denoiser import Conditions, guided
 from ._home import HomeRows
-from ._weights import ShardedModule
+from ._step_cache import CacheState, StepCache, initial_cache
 
 
 @runtime_checkable
@@ -28,7 +27,7 @@ class Layout(Protocol):
     """Where latents and the rows of an evaluation lie: a `SequenceLayout` or a `PackedLayout`."""
 
     @property
-    def mesh(self) -> Mesh: ...
+    def mesh(self) -> AnyMesh: ...
     @property
     def requests(self) -> int: ...
     @property
@@ -37,6 +36,10 @@ class Layout(Protocol):
     def axes(self) -> tuple[str, ...]: ...
     @property
     def table_specs(self) -> Any: ...
+    @property
+    def evaluated_rows(self) -> int: ...
+    @property
+    def sequences(self) -> int: ...
     def home(self, grids: Int[Array, "r 3"], tables: Any) -> HomeRows: ...
     def predict(
         self,
@@ -46,29 +49,7 @@ class Layout(Protocol):
         conditions: Conditions,
         grids: Int[Array, "r 3"],
         tables: Any,
-    ) -> Float[Array, "g n c"]: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Backbone:
-    """A model to evaluate, and how its parameters lie.
-
-    Attributes:
-        weights: the model.
-        denoiser: evaluates it.
-    """
-
-    weights: ShardedModule
-    denoiser: Denoiser
-
-    def evaluate(self, shards: Any, mesh: Mesh) -> Evaluate:
-        """Inside `shard_map`: the evaluation, with parameters gathered a layer ahead."""
-        module, layer_scan = self.weights.gathered(shards, mesh)
-
-        def evaluate(rows: DenoiserRows, attention: Attention) -> Array:
-            return self.denoiser(module, rows, attention, layer_scan)
-
-        return evaluate
+    ) -> tuple[Float[Array, "g n c"], CacheState | None]: ...
 
 
 class Batch(NamedTuple):
@@ -83,6 +64,31 @@ class Batch(NamedTuple):
     tables: Any
 
 
+class SamplingState(NamedTuple):
+    """What goes from evaluation to evaluation; arrays (devices, ...), sharded over devices.
+
+    Attributes:
+        sampler: rows of latents (devices, rows, channels), and what the method remembers.
+        cache: of the step cache; None without one.
+    """
+
+    sampler: SamplerState
+    cache: CacheState | None
+
+
+class EvaluationInputs(NamedTuple):
+    """What is of one evaluation; replicated.
+
+    Attributes:
+        time, coefficients: (r,) and (r, 2, 3), of a `SamplingTable`.
+        is_last: scalar, whether it is the last one: a step cache computes it.
+    """
+
+    time: Any
+    coefficients: Any
+    is_last: Any
+
+
 def _specs(layout: Layout) -> Batch:
     return Batch(P(), layout.table_specs)
 
@@ -92,24 +98,33 @@ def _here(batch: Batch) -> Batch:
     return batch._replace(tables=jax.tree.map(lambda x: x[0], batch.tables))
 
 
-def make_start(layout: Layout, channels: int) -> Callable[..., SamplerState]:
+def make_start(
+    layout: Layout, backbone: Backbone, channels: int, step_cache: StepCache | None = None
+) -> Callable[..., SamplingState]:
     """The jitted `start(keys, names, batch)`: the state of noise.
 
     Args:
         layout: of the batch.
+        backbone: what will be evaluated.
         channels: of a row.
+        step_cache: of the evaluations.
 
     Returns:
         A function of key data (r, 2) of threefry keys and names (r,), both replicated (see `request_noise`), and a
-        `Batch`; its arrays are (devices, rows, channels), sharded over devices.
+        `Batch`.
     """
+    config = backbone.weights.config
 
-    def device_start(keys: Array, names: Array, batch: Batch) -> SamplerState:
+    def device_start(keys: Array, names: Array, batch: Batch) -> SamplingState:
         batch = _here(batch)
         home = layout.home(batch.grids, batch.tables)
         wrapped = jax.random.wrap_key_data(keys, impl="threefry2x32")
         noise = request_noise(wrapped, names, home.request, home.token, channels)
-        return jax.tree.map(lambda x: x[None], initial_state(noise))
+        cache = None
+        if step_cache is not None:
+            sizes = layout.evaluated_rows, layout.sequences
+            cache = initial_cache(*sizes, width=config.width, dtype=config.dtype)
+        return jax.tree.map(lambda x: x[None], SamplingState(initial_state(noise), cache))
 
     by_device = P(layout.axes)
     return jax.jit(
@@ -142,41 +157,49 @@ def make_home(layout: Layout) -> Callable[[Batch], HomeRows]:
 
 
 def make_evaluation(
-    layout: Layout, backbone: Backbone, compiler_options: Mapping[str, Any] | None = None
-) -> Callable[..., tuple[SamplerState, Array]]:
-    """The jitted `evaluation(params, state, time, coefficients, conditions, batch)`; donates the state.
+    layout: Layout,
+    backbone: Backbone,
+    compiler_options: Mapping[str, Any] | None = None,
+    *,
+    step_cache: StepCache | None = None,
+) -> Callable[..., tuple[SamplingState, Array]]:
+    """The jitted `evaluation(params, state, inputs, conditions, batch)`; donates the state.
 
     Args:
         layout: of the batch.
         backbone: what is evaluated.
         compiler_options: as `jax.jit` takes them.
+        step_cache: leaves blocks out where little changes; None computes all.
 
     Returns:
-        A function of the backbone's parameters; the state; time (r,) and coefficients (r, 2, 3) of a `SamplingTable`'s
-        evaluation, replicated; `Conditions`, replicated; and a `Batch`. It returns the next state, and for each request
-        whether all its values are finite, (r,) replicated.
+        A function of the backbone's parameters, a `SamplingState`, `EvaluationInputs`, `Conditions`, replicated, and a
+        `Batch`. It returns the next state, and for each request whether all its values are finite, (r,) replicated.
     """
 
     def device_evaluation(
-        params: Any, state: SamplerState, time: Array, coefficients: Array, given: Conditions, batch: Batch
-    ) -> tuple[SamplerState, Array]:
+        params: Any, state: SamplingState, inputs: EvaluationInputs, given: Conditions, batch: Batch
+    ) -> tuple[SamplingState, Array]:
         batch, state = _here(batch), jax.tree.map(lambda x: x[0], state)
         home = layout.home(batch.grids, batch.tables)
-        evaluate = backbone.evaluate(params, layout.mesh)
-        predictions = layout.predict(evaluate, state.rows, time, given, batch.grids, batch.tables)
+        cache = None
+        if step_cache is not None and state.cache is not None:
+            cache = CacheUse(step_cache, state.cache, lambda x: lax.psum(x, layout.axes), inputs.is_last)
+        evaluate = backbone.evaluate(params, layout.mesh, cache)
+        rows = state.sampler.rows
+        predictions, kept = layout.predict(evaluate, rows, inputs.time, given, batch.grids, batch.tables)
         prediction = guided(predictions, given.scale[jnp.maximum(home.request - 1, 0)])
-        state = advance(state, prediction, coefficients, home.request)
-        bad = ~jnp.isfinite(state.rows).all(axis=1) & (home.request > 0)
+        sampler = advance(state.sampler, prediction, inputs.coefficients, home.request)
+        bad = ~jnp.isfinite(sampler.rows).all(axis=1) & (home.request > 0)
         counts = jnp.zeros(layout.requests + 1, jnp.int32).at[home.request].add(bad)
         finite = lax.psum(counts, layout.axes)[1:] == 0
-        return jax.tree.map(lambda x: x[None], state), finite
+        return jax.tree.map(lambda x: x[None], SamplingState(sampler, kept)), finite
 
     by_device, params = P(layout.axes), backbone.weights.specs(layout.mesh)
     return jax.jit(
         jax.shard_map(
             device_evaluation,
             mesh=layout.mesh,
-            in_specs=(params, by_device, P(), P(), P(), _specs(layout)),
+            in_specs=(params, by_device, P(), P(), _specs(layout)),
             out_specs=(by_device, P()),
             check_vma=False,
         ),

@@ -13,8 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from parallel import RING_AXES, SEQUENCE_DATA_AXIS, ULYSSES_AXES
 
-from ._denoiser import Conditions, DenoiserRows, Evaluate
+from ._backbone import Evaluate
+from ._denoiser import Conditions, DenoiserRows
 from ._home import HomeRows, positions
+from ._step_cache import CacheState
 
 SEQUENCE_AXES = (*RING_AXES, *ULYSSES_AXES)
 
@@ -30,6 +32,7 @@ class SequenceLayout:
         attend: attention of (b, l_loc, h, d) with `segment_ids`.
         image, text: tokens of a request on a device.
         requests: requests.
+        branches: of guidance.
         is_exact: whether nothing is filled up.
     """
 
@@ -38,6 +41,7 @@ class SequenceLayout:
     image: int
     text: int
     requests: int
+    branches: int
     is_exact: bool
 
     @property
@@ -49,6 +53,16 @@ class SequenceLayout:
     def rows(self) -> int:
         """Rows of a device."""
         return self.requests * self.image
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that a device evaluates: a half of the devices all of one branch, or all of them those of all."""
+        return self.requests if self.are_branches_apart else self.branches * self.requests
+
+    @property
+    def evaluated_rows(self) -> int:
+        """Image rows that a device evaluates."""
+        return self.sequences * self.image
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -76,17 +90,17 @@ class SequenceLayout:
         conditions: Conditions,
         grids: Int[Array, "r 3"],
         tables: None = None,
-    ) -> Float[Array, "g n c"]:
-        """Inside `shard_map`: predictions of all branches for the rows here."""
+    ) -> tuple[Float[Array, "g n c"], CacheState | None]:
+        """Inside `shard_map`: predictions of all branches for the rows here, and the step cache."""
+        branches, sequences = self.sequences // self.requests, self.sequences
         if not self.are_branches_apart:
-            given, branches = conditions.flat(), conditions.branches
+            given = conditions.flat()
         else:
             branch = lax.axis_index(SEQUENCE_DATA_AXIS)
             mine = jax.tree.map(
                 lambda a: lax.dynamic_index_in_dim(a, branch, keepdims=False), conditions._replace(scale=None)
             )
-            given, branches = mine._replace(scale=conditions.scale), 1
-        sequences = branches * self.requests
+            given = mine._replace(scale=conditions.scale)
         home = self.home(grids)
         # Sequence g * r of branch g and request r; a branch's rows follow those of the one before.
         first = self.requests * jnp.arange(branches, dtype=jnp.int32)[:, None]
@@ -103,12 +117,13 @@ class SequenceLayout:
             time=jnp.tile(time, branches),
             conditions=given,
         )
-        found = evaluate(rows, attention).reshape(branches, *x.shape[:1], -1)
+        found, cache = evaluate(rows, attention)
+        found = found.reshape(branches, *x.shape[:1], -1)
         if not self.are_branches_apart:
-            return found
+            return found, cache
         other = lax.ppermute(found[0], SEQUENCE_DATA_AXIS, [(0, 1), (1, 0)])
         both = jnp.stack([found[0], other])
-        return jnp.where(branch == 0, both, both[::-1])
+        return jnp.where(branch == 0, both, both[::-1]), cache
 
     def _text(self, given: Conditions, sequences: int) -> tuple[Array | None, Array]:
         """Part of every sequence's text tokens, and the sequences that they are of."""

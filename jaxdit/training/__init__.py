@@ -13,13 +13,9 @@ from ._objectives import DiffusionLoss as DiffusionLoss
 from ._objectives import FlowMatching as FlowMatching
 from ._objectives import Objective as Objective
 from ._objectives import SamplerSettings as SamplerSettings
-from ._objectives import SamplingContexts as SamplingContexts
 from ._objectives import TextToImage as TextToImage
 from ._rows import HomeRows as HomeRows
 from ._rows import TokenRows as TokenRows
-from ._sample import SampleInputs as SampleInputs
-from ._sample import make_sample_step as make_sample_step
-from ._sample import plan_without_text as plan_without_text
 from ._step import DeviceModel as DeviceModel
 from ._step import StepInputs as StepInputs
 from ._step import StepMetrics as StepMetrics
@@ -37,9 +33,7 @@ __all__ = [
     "FlowMatching",
     "HomeRows",
     "Objective",
-    "SampleInputs",
     "SamplerSettings",
-    "SamplingContexts",
     "StepInputs",
     "StepMetrics",
     "TextToImage",
@@ -50,12 +44,10 @@ __all__ = [
     "bytes_per_device",
     "input_specs",
     "make_eval_step",
-    "make_sample_step",
     "make_train_step",
     "merged",
     "module_params",
     "param_shardings",
     "param_specs",
-    "plan_without_text",
     "shard_axes",
 ]

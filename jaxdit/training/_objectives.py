@@ -17,7 +17,6 @@ from .._losses import (
     flow_matching_loss,
     flow_noised,
     flow_velocity,
-    split_learned_sigma,
 )
 from .._random import sequence_times, token_noise
 from .._schedules import (
@@ -33,11 +32,8 @@ from ..schedulers import (
     DiffusionTimes,
     FlowTimes,
     Method,
-    SamplingTable,
     Scheduler,
-    classifier_free_guidance,
     euler,
-    integrate,
 )
 from ._rows import NO_LABEL, TokenRows
 
@@ -95,31 +91,6 @@ class Objective(Protocol):
     def scheduler(self, method: Method) -> Scheduler:
         """How a model trained so is sampled, by a method."""
         ...
-
-    def sample(
-        self,
-        module: Any,
-        rows: TokenRows,
-        noise: Float[Array, "n c"],
-        contexts: "SamplingContexts",
-        guidance_scale: float,
-    ) -> Float[Array, "n c"]:
-        """Image rows sampled for the captions or labels in `rows`, from noise."""
-        ...
-
-
-class SamplingContexts(NamedTuple):
-    """What sampling needs beside rows.
-
-    Attributes:
-        table: of the objective's scheduler, for the batch.
-        conditional, unconditional: contexts of the two branches of guidance: with the condition, and without it (its
-            attention sees no text).
-    """
-
-    table: SamplingTable
-    conditional: Context
-    unconditional: Context
 
 
 class TextToImage(nnx.Module):
@@ -249,39 +220,10 @@ class FlowMatching:
         """Times evenly from noise to data, with the shift of training."""
         return Scheduler(FlowTimes(shift=1.0 if self.shift is None else self.shift), method, self.prediction)
 
-    def sample(
-        self,
-        module: TextToImage,
-        rows: TokenRows,
-        noise: Float[Array, "n c"],
-        contexts: SamplingContexts,
-        guidance_scale: float,
-    ) -> Float[Array, "n c"]:
-        """Integrates the flow from noise, guided by captions."""
-
-        def branch(rows: TokenRows, context: Context) -> Callable[[Array, Array], Array]:
-            return lambda x, time: module.denoise(x, time, rows, context, guidance=self.guidance)
-
-        denoise = classifier_free_guidance(
-            branch(rows, contexts.conditional),
-            branch(_without_text(rows), contexts.unconditional),
-            guidance_scale,
-        )
-        return integrate(denoise, noise, contexts.table, rows.img_segment_ids)
-
 
 def _of_local(values: Any, rows: TokenRows) -> Any:
     """The entries of a per-sequence array for the sequences with rows here; any entry in padding."""
     return values[jnp.maximum(rows.sequences - 1, 0)]
-
-
-def _without_text(rows: TokenRows) -> TokenRows:
-    """The rows of the unconditional branch: as if every caption had been dropped."""
-    return rows._replace(
-        txt=jnp.zeros_like(rows.txt),
-        txt_segment_ids=jnp.zeros_like(rows.txt_segment_ids),
-        pooled=None if rows.pooled is None else jnp.zeros_like(rows.pooled),
-    )
 
 
 def _labels(rows: TokenRows) -> Int[Array, " s"]:
@@ -335,32 +277,6 @@ class DiffusionLoss:
     def scheduler(self, method: Method) -> Scheduler:
         """Evenly spaced steps, the last and the first among them."""
         return Scheduler(DiffusionTimes(schedule=self.schedule), method, "epsilon")
-
-    def sample(
-        self,
-        module: Any,
-        rows: TokenRows,
-        noise: Float[Array, "n c"],
-        contexts: SamplingContexts,
-        guidance_scale: float,
-    ) -> Float[Array, "n c"]:
-        """Follows the noise prediction to data, guided by labels."""
-        labels = _labels(rows)
-        null = jnp.full_like(labels, module.config.num_classes)
-
-        def branch(labels: Array, context: Context) -> Callable[[Array, Array], Array]:
-            def denoise(x: Array, time: Array) -> Array:
-                prediction = self._predict(module, x, time, labels, rows, context)
-                return split_learned_sigma(prediction, self.channels).noise
-
-            return denoise
-
-        denoise = classifier_free_guidance(
-            branch(labels, contexts.conditional),
-            branch(null, contexts.unconditional),
-            guidance_scale,
-        )
-        return integrate(denoise, noise, contexts.table, rows.img_segment_ids)
 
     def _predict(
         self, module: Any, x: Array, time: Array, labels: Array, rows: TokenRows, context: Context

@@ -14,8 +14,9 @@ import orbax.checkpoint as ocp
 import pytest
 from gin import config as gin_config
 
-from experiments import _loop, _sampling, train
+from experiments import _loop, train
 from experiments._program import run_program
+from jaxdit.sampling import _engine
 from jaxdit.training import TrainProgram
 from tests.processes import free_port
 
@@ -64,6 +65,18 @@ def _shared(make, kind):
     return made
 
 
+def _shared_by_layout(make, kind):
+    """Layouts compare by what is compiled of them; the model is the config's."""
+
+    def made(layout, *rest, **options):
+        key = (kind, _compiled_config(), layout)
+        if key not in _programs:
+            _programs[key] = make(layout, *rest, **options)
+        return _programs[key]
+
+    return made
+
+
 @contextlib.contextmanager
 def programs_shared():
     """Runs of one config in this process share what they compile, and compile without optimisation.
@@ -73,7 +86,8 @@ def programs_shared():
     with pytest.MonkeyPatch.context() as patch:
         for kind in ("make_train_step", "make_eval_step"):
             patch.setattr(_loop, kind, _shared(getattr(_loop, kind), kind))
-        patch.setattr(_sampling, "make_sample_step", _shared(_sampling.make_sample_step, "sample"))
+        for kind in ("make_start", "make_evaluation", "make_home"):
+            patch.setattr(_engine, kind, _shared_by_layout(getattr(_engine, kind), kind))
         fresh = TrainProgram.init_state
 
         def init_state(self, make_module, loaded=None):

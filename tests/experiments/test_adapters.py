@@ -13,10 +13,11 @@ from safetensors.numpy import load_file
 
 from experiments import evaluate, export, sample, train
 from experiments._run import Run
-from experiments._sampling import PictureSampler, SampleRequest
+from experiments._sampling import PictureSampler
 from experiments._workdir import load_run
 from jaxdit.models import MMDiTConfig, dit_config
-from jaxdit.training import make_sample_step
+from jaxdit.sampling import Request
+from jaxdit.sampling.programs import make_evaluation, make_home, make_start
 from jaxdit.weights import Lora, SaveFormat, abstract_params, load_lora, load_params, merge_lora, save_params
 from tests.experiments._data_cases import save_image
 from tests.experiments._program_cases import (
@@ -334,10 +335,11 @@ def test_pictures_of_a_run_on_pixels_are_those_of_the_merged_model(tmp_path, mon
 
     settings = opened.run.settings
     # Programs are shared by configs, and that of the plain model would be taken for that of the adapted one.
-    monkeypatch.setattr("experiments._sampling.make_sample_step", make_sample_step)
+    for make in (make_start, make_evaluation, make_home):
+        monkeypatch.setattr(f"jaxdit.sampling._engine.{make.__name__}", make)
     plain = Run.make(dataclasses.replace(settings, adapter=None), opened.run.mesh, None)
     merged = merge_lora(opened.params, CLASSES, settings.adapter.lora)
-    request = SampleRequest("1", 1, 16, 24, noise_id=0)
+    request = Request("1", 16, 24)
     with Image.open(out) as picture:
         drawn = np.asarray(picture).astype(int)
     (expected,) = PictureSampler(plain)(merged, [request])

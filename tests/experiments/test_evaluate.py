@@ -65,7 +65,7 @@ def test_real_digits_are_recognised(trained, capfd, monkeypatch):
     [
         (["--size", "32"], "HEIGHTxWIDTH"),
         (["--size", "2x32x32"], "digits are pictures"),
-        (["--size", "33x32"], "height must be a multiple of 8"),
+        (["--size", "33x32"], "height: a positive multiple of 8"),
         (
             ["--set", "train.data=@synthetic()", "--set", "synthetic.codes=g8b1i64f1s0"],
             "cannot make pictures",

@@ -11,11 +11,12 @@ from PIL import Image
 
 from experiments import sample, train
 from experiments._config import UserError
-from experiments._sampling import PictureSampler, SampleRequest, check_request
+from experiments._sampling import PictureSampler, check_requests
 from experiments._workdir import load_run
+from jaxdit.sampling import Request
 from tests.experiments._program_cases import bindings, programs_shared, rows, run, snapshot, trained_run
 
-SEVEN = SampleRequest("a handwritten seven", 1, 32, 48, noise_id=3)
+SEVEN = Request("a handwritten seven", 32, 48, seed=4, number=3)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,9 +98,9 @@ def test_clips(trained, tmp_path):
 
 
 def test_the_same_seed_gives_the_same_picture_and_another_another(opened):
-    one, again = (PictureSampler(opened.run, seed=4)(opened.params, [SEVEN])[0] for _ in range(2))
+    one, again = (PictureSampler(opened.run)(opened.params, [SEVEN])[0] for _ in range(2))
     np.testing.assert_array_equal(one, again)
-    other = PictureSampler(opened.run, seed=5)(opened.params, [SEVEN])[0]
+    other = PictureSampler(opened.run)(opened.params, [dataclasses.replace(SEVEN, seed=5)])[0]
     assert grey_levels(one, other) > 20
 
 
@@ -107,18 +108,18 @@ def test_the_same_seed_gives_the_same_picture_and_another_another(opened):
 def batch(opened):
     """Prompts, sizes and noises of all kinds in one batch; three differ in nothing but the prompt."""
     requests = [
-        SampleRequest("a ginger cat", 1, 64, 32, noise_id=0),
-        SampleRequest("", 2, 16, 16, noise_id=1),
+        Request("a ginger cat", 64, 32, seed=4),
+        Request("", 16, 16, frames=2, seed=4, number=1),
         SEVEN,
-        dataclasses.replace(SEVEN, noise_id=4),
+        dataclasses.replace(SEVEN, number=4),
         dataclasses.replace(SEVEN, prompt="a ginger cat"),
         dataclasses.replace(SEVEN, prompt=""),
     ]
-    return PictureSampler(opened.run, seed=4)(opened.params, requests)
+    return PictureSampler(opened.run)(opened.params, requests)
 
 
 def test_a_picture_does_not_depend_on_its_batch(opened, batch):
-    (alone,) = PictureSampler(opened.run, seed=4)(opened.params, [SEVEN])
+    (alone,) = PictureSampler(opened.run)(opened.params, [SEVEN])
     assert [picture.shape for picture in batch[:3]] == [(1, 64, 32, 3), (2, 16, 16, 3), (1, 32, 48, 3)]
     assert grey_levels(batch[2], alone) <= 1
     assert grey_levels(batch[3], alone) > 20
@@ -131,10 +132,10 @@ def test_a_prompt_matters(batch):
 
 @pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.full)])
 def test_a_picture_does_not_depend_on_the_devices(trained, opened, devices):
-    (here,) = PictureSampler(opened.run, seed=4)(opened.params, [SEVEN])
+    (here,) = PictureSampler(opened.run)(opened.params, [SEVEN])
     elsewhere = load_run(trained, [], devices)
     assert elsewhere.run.mesh.devices.size == devices
-    (there,) = PictureSampler(elsewhere.run, seed=4)(elsewhere.params, [SEVEN])
+    (there,) = PictureSampler(elsewhere.run)(elsewhere.params, [SEVEN])
     assert grey_levels(here, there) <= 1
 
 
@@ -143,9 +144,9 @@ def test_a_picture_does_not_depend_on_the_devices(trained, opened, devices):
     [
         (["--prompt", "a " * 65], "at most 64 tokens (words, longer ones 8 bytes a token); got 65"),
         (["--prompt", "é" * 257], "at most 64 tokens (words, longer ones 8 bytes a token); got 65"),
-        (["--prompt", "a", "--size", "32x41"], "width must be a multiple of 8; got width=41. Try 40."),
-        (["--prompt", "a", "--size", "0x8"], "height must be a multiple of 8"),
-        (["--prompt", "a", "--frames", "0"], "frames must be a multiple of 1"),
+        (["--prompt", "a", "--size", "32x41"], "width: a positive multiple of 8; got width=41. Try 40."),
+        (["--prompt", "a", "--size", "0x8"], "height: a positive multiple of 8; got height=0. Try 8."),
+        (["--prompt", "a", "--frames", "0"], "frames: at least 1; got frames=0"),
         (["--prompt", "a", "--set", "sampler.method=rk4"], "method must be one of euler, heun, dpm++2m"),
         (["--prompt", "a", "--set", "text_to_image.width=64"], "axes_dim"),
         (["--prompt", "a", "--set", "text_to_image.num_single_blocks=3"], "is of another model"),
@@ -168,9 +169,9 @@ def test_sampling_is_priced_without_optimiser_and_for_one_layer(opened, monkeypa
     enough = run._state_bytes(1) + layer
     assert enough < run._state_bytes(5) + model.depth * layer
     monkeypatch.setattr("experiments._run.device_memory_bytes", lambda mesh: enough)
-    check_request(picture, run)
+    check_requests([picture], run)
     with pytest.raises(UserError, match=r"the inputs of one layer.* that the parameters leave"):
-        check_request(dataclasses.replace(picture, height=648), run)
+        check_requests([dataclasses.replace(picture, height=648)], run)
 
 
 def test_a_file_that_cannot_be_written(trained, tmp_path, capfd):

@@ -17,6 +17,7 @@ from jaxdit.sampling import (
     LabelDenoiser,
     Request,
     ShardedModule,
+    StepCache,
     TextDenoiser,
 )
 from jaxdit.sampling._buckets import CanvasBuckets, SizeBuckets
@@ -129,7 +130,7 @@ def test_pictures_do_not_depend_on_devices_or_on_the_batch(alone, devices, numbe
 @pytest.mark.full
 def test_classes():
     requests = [Request("3", 4, 4), Request("0", 2, 6)]
-    pipeline = TinyPipeline(dit, text_tokens=0)
+    pipeline = TinyPipeline(dit)
     one, four = (Engine(pipeline, jax.devices()[:n]) for n in (1, 4))
     for found, right in zip(latents(four, requests), latents(one, requests), strict=True):
         np.testing.assert_allclose(found, right, atol=1e-4 * np.abs(right).max(), rtol=0)
@@ -163,6 +164,27 @@ def test_progress_and_cancelling():
     assert seen == [(i, 5) for i in range(1, 6)]  # Heun asks twice in each step but the last
     with pytest.raises(CancelledError, match="after 2 of 5"):
         engine.generate(REQUESTS[:1], progress=lambda done, _: done == 2)
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=FULL), 4])
+@pytest.mark.parametrize("numbers", [(0,), pytest.param((0, 1, 2), marks=FULL)])
+def test_a_step_cache_leaves_blocks_out_and_says_what_it_costs(devices, numbers):
+    batch = [REQUESTS[number] for number in numbers]
+    every, few = (Engine(TinyPipeline(), jax.devices()[:devices], step_cache=StepCache(t)) for t in (0, 1e9))
+    for error in every.cache_errors(batch):
+        assert error.skipped == 0
+        assert error.relative < 1e-6
+    for error in few.cache_errors(batch):
+        assert error.skipped == pytest.approx(3 / 5)  # the first and the last evaluation always run
+        assert 0.001 < error.relative < 2
+    (sample, *_) = few.generate(batch)
+    assert sample.about["step_cache"] == 1e9
+    assert sample.about["skipped"] == pytest.approx(3 / 5)
+
+
+def test_without_a_step_cache_there_is_no_error_of_it():
+    with pytest.raises(ValueError, match="Give step_cache"):
+        Engine(TinyPipeline(), jax.devices()[:1]).cache_errors(REQUESTS[:1])
 
 
 @FULL

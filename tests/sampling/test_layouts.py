@@ -32,7 +32,7 @@ def predicted(layout, backbone, params, given, grids, tables, time):
         here = jax.tree.map(lambda x: x[0], tables)
         home = layout.home(grids, here)
         x = table[home.request, home.token]
-        found = layout.predict(backbone.evaluate(params, mesh), x, time, given, grids, here)
+        found, _ = layout.predict(backbone.evaluate(params, mesh), x, time, given, grids, here)
         scale = given.scale[jnp.maximum(home.request - 1, 0)]
         return jax.tree.map(lambda a: a[None], (guided(found, scale), home.request, home.token))
 
@@ -130,7 +130,13 @@ def test_a_sequence_over_all_devices(name, branches):
     grids = np.array([(1, 4, 5), (2, 3, 3)], np.int32)
     given = conditions(2, branches, [[5, 3], [2, 0]][:branches])
     layout = SequenceLayout(
-        mesh, TORUS if name == "torus" else USP, -(-20 // devices), -(-5 // devices), 2, is_exact=False
+        mesh,
+        TORUS if name == "torus" else USP,
+        -(-20 // devices),
+        -(-5 // devices),
+        2,
+        branches,
+        is_exact=False,
     )
     check(layout, mmdit, given, grids, None)
 
@@ -138,7 +144,7 @@ def test_a_sequence_over_all_devices(name, branches):
 def test_branches_of_guidance_on_halves_of_the_devices():
     mesh = sequence_mesh(jax.devices()[:8], ulysses_degree=4)
     given = conditions(1, 2, [[8], [8]])
-    layout = SequenceLayout(mesh, USP, 5, 2, 1, is_exact=True)
+    layout = SequenceLayout(mesh, USP, 5, 2, 1, 2, is_exact=True)
     assert layout.are_branches_apart
     check(layout, mmdit, given, np.array([(1, 4, 5)], np.int32), None, copies=2)
 
@@ -146,5 +152,5 @@ def test_branches_of_guidance_on_halves_of_the_devices():
 @FULL
 def test_a_sequence_of_a_class():
     mesh = sequence_mesh(jax.devices()[:4], ulysses_degree=2, ring_degree=2)
-    layout = SequenceLayout(mesh, USP, 5, 0, 1, is_exact=True)
+    layout = SequenceLayout(mesh, USP, 5, 0, 1, 2, is_exact=True)
     check(layout, dit, labels(1, 2), np.array([(1, 4, 5)], np.int32), None)

@@ -9,8 +9,8 @@ from flax import nnx
 
 from jaxdit import flow_noised
 from jaxdit.encoders import ByteTextEncoder
-from jaxdit.schedulers import FlowTimes, euler
-from jaxdit.training import Context, FlowMatching, SamplingContexts, TextToImage, TokenRows
+from jaxdit.schedulers import FlowTimes, euler, integrate
+from jaxdit.training import Context, FlowMatching, TextToImage, TokenRows
 
 
 def rows_of(ids, sequences, num_sequences, channels=4):
@@ -65,8 +65,12 @@ def test_an_exact_prediction_of_the_data_has_no_loss_and_the_last_step_lands_on_
     scheduler = objective.scheduler(euler)
     table = dataclasses.replace(scheduler, times=FlowTimes(first=time)).table(1, np.ones(3, np.int32))
     np.testing.assert_allclose(table.time, times[None])
-    contexts = SamplingContexts(table, context, context)
-    landed = objective.sample(exact, rows, noised, contexts, 1.0)
+    landed = integrate(
+        lambda x, time: exact.denoise(x, time, rows, context, guidance=None),
+        noised,
+        table,
+        rows.img_segment_ids,
+    )
     real = np.flatnonzero(rows.img_segment_ids)
     np.testing.assert_allclose(landed[real], rows.img[real], atol=1e-6)
 
