@@ -1,4 +1,4 @@
-"""Text encoders on all devices: each computes all captions, with parameters gathered a layer ahead."""
+"""Text encoders on all devices of a mesh, with parameters gathered a layer ahead where they are sharded."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +13,16 @@ from ..models import LayerScan
 from ..sampling import ShardedModule
 
 
+def t5_features(t5: Any, ids: Array, scan: LayerScan) -> Array:
+    """What FLUX.1 takes of T5: features of all tokens, padding too."""
+    return t5(ids, layer_scan=scan)
+
+
+def clip_pooled(clip: Any, ids: Array, scan: LayerScan) -> Array:
+    """What FLUX.1 takes of CLIP: the pooled vector."""
+    return clip(ids, layer_scan=scan).pooled
+
+
 class TextProgram:
     """A text encoder with its parameters.
 
@@ -21,6 +31,7 @@ class TextProgram:
         params: its parameters, placed as `weights.shardings` says.
         mesh: of them.
         call: of the module, ids (b, l) and a layer scan, to what is wanted of it.
+        divided: whether each device computes its share of the captions; else all compute all.
     """
 
     def __init__(
@@ -29,18 +40,21 @@ class TextProgram:
         params: Any,
         mesh: Mesh,
         call: Callable[[Any, Array, LayerScan], Array],
+        *,
+        divided: bool = False,
     ) -> None:
         def device_encode(shards: Any, ids: Array) -> Array:
             module, layer_scan = weights.gathered(shards, mesh)
             return call(module, ids, layer_scan)
 
-        self._params, self._replicated = params, NamedSharding(mesh, P())
+        captions = P(mesh.axis_names) if divided else P()
+        self._params, self._captions = params, NamedSharding(mesh, captions)
         self._encode = jax.jit(
             jax.shard_map(
                 device_encode,
                 mesh=mesh,
-                in_specs=(weights.specs(mesh), P()),
-                out_specs=P(),
+                in_specs=(weights.specs(mesh), captions),
+                out_specs=captions,
                 check_vma=False,
             )
         )
@@ -48,6 +62,15 @@ class TextProgram:
     def __call__(self, ids: Int[np.ndarray, "b l"]) -> Array:
         """What is wanted of captions, replicated; compiled for numbers of captions that are powers of two."""
         count = len(ids)
-        ids = np.resize(ids, (1 << (count - 1).bit_length(), ids.shape[1]))
-        placed = jax.make_array_from_process_local_data(self._replicated, ids, ids.shape)
-        return self._encode(self._params, placed)[:count]
+        return self.batch(np.resize(ids, (1 << (count - 1).bit_length(), ids.shape[1])))[:count]
+
+    def batch(self, ids: Int[np.ndarray, "b l"]) -> Array:
+        """What is wanted of captions, not waited for; compiled for just their number, if divided a multiple of devices.
+        """
+        return self._encode(
+            self._params, jax.make_array_from_process_local_data(self._captions, ids, ids.shape)
+        )
+
+    def lowered(self, ids: Int[np.ndarray, "b l"]) -> Any:
+        """The program of `batch`, for those who look at what is compiled."""
+        return self._encode.lower(self._params, jax.ShapeDtypeStruct(ids.shape, ids.dtype, sharding=self._captions))
