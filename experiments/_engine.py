@@ -11,7 +11,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from experiments._config import UserError, checking
 from experiments._platform import ProcessSettings, compiled_together, compiler_options, prepare_platform
-from jaxdit.pipelines import FluxPipeline
+from jaxdit.pipelines import open_pipeline
 from jaxdit.sampling import Engine, Request, Sample, StepCache
 from parallel import data_mesh
 
@@ -61,7 +61,7 @@ def open_engine(settings: EngineSettings) -> Engine:
             )
         devices = devices[: settings.devices]
     with checking():
-        pipeline = FluxPipeline(
+        pipeline = open_pipeline(
             settings.model,
             devices,
             devices_per_machine=settings.devices_per_machine,

@@ -17,19 +17,21 @@ def _parser() -> argparse.ArgumentParser:
         "model, one of them or both (a run that trained the pipeline's transformer)"
     )
     source.add_argument("--workdir", type=Path, help="folder of a run of experiments.train")
-    source.add_argument("--model", type=Path, help="folder of a FLUX.1 pipeline in diffusers' layout")
+    source.add_argument("--model", type=Path, help="folder of a pipeline in diffusers' layout: FLUX.1 or DiT")
     parser.add_argument("--prompt", action="append", default=[], help="caption (repeat for several pictures)")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="captions, one a line")
     parser.add_argument(
-        "--size", default=None, help="HEIGHTxWIDTH in pixels (default: 32x32; --model 1024x1024)"
+        "--size", default=None, help="HEIGHTxWIDTH in pixels (default: 32x32; what --model was trained for)"
     )
     parser.add_argument("--frames", type=int, default=1, help="more than 1 makes a clip")
     parser.add_argument("--seed", type=seed, default=0)
-    parser.add_argument("--steps", type=int, help="default: the run's; of FLUX.1 28 (dev), 4 (schnell)")
+    parser.add_argument(
+        "--steps", type=int, help="default: the run's; of FLUX.1 28 (dev) or 4 (schnell), of DiT 50"
+    )
     parser.add_argument(
         "--guidance",
         type=float,
-        help="a run's is classifier-free (default: the run's); FLUX.1's distilled (default: 3.5)",
+        help="a run's is classifier-free (default: the run's), as DiT's (4); FLUX.1's distilled (3.5)",
     )
     parser.add_argument("--negative-prompt", help="what classifier-free guidance leads away from")
     parser.add_argument(
@@ -131,7 +133,7 @@ def _requests(args: argparse.Namespace) -> list[Any]:
     """One for each prompt."""
     from jaxdit.sampling import Request
 
-    height, width = _size(args, "32x32" if args.model is None else "1024x1024")
+    height, width = _size(args)
     return [
         Request(
             prompt,
@@ -158,10 +160,16 @@ def _prompts(path: Path | None) -> list[str]:
         raise UserError(f"--prompts {path} cannot be read: {error}.") from error
 
 
-def _size(args: argparse.Namespace, default: str) -> tuple[int, int]:
+def _size(args: argparse.Namespace) -> tuple[int, int]:
+    from experiments._config import checking
     from experiments._sampling import parse_size
 
-    args.size = args.size or default
+    if args.size is None and args.model is not None:
+        from jaxdit.pipelines import default_size
+
+        with checking():
+            args.size = "{}x{}".format(*default_size(args.model))
+    args.size = args.size or "32x32"
     frames, height, width = parse_size(args.size)
     if frames != 1:
         raise UserError(f"--size is HEIGHTxWIDTH, the number of frames is --frames; got {args.size!r}.")

@@ -6,19 +6,16 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Float, UInt8
 
 from parallel import sequence_mesh
 
-from ..encoders import AutoencoderKL, ClipTextEncoder, Grid, T5Encoder
+from ..encoders import ClipTextEncoder, Grid, T5Encoder
 from ..models import MMDiT
 from ..sampling import (
     Backbone,
-    CanvasBuckets,
     Conditions,
     Request,
     TextDenoiser,
@@ -26,13 +23,13 @@ from ..sampling import (
     with_defaults,
 )
 from ._flux_folder import PATCH, FluxFolder
+from ._folder import MOST_SIDE
 from ._pictures import PictureDecoder
 from ._text_program import TextProgram, clip_pooled, t5_features
 
 _DEV_STEPS, _SCHNELL_STEPS = 28, 4
 _DEV_GUIDANCE = 3.5
-_MOST_PIXELS, _MOST_SIDE = 4096 * 4096, 8192
-_DECODER_PROGRAMS = 6
+_MOST_PIXELS = 4096 * 4096
 
 
 class FluxPipeline:
@@ -103,12 +100,7 @@ class FluxPipeline:
 
     @cached_property
     def _decoder(self) -> PictureDecoder:
-        config = self.configs.vae
-        weights = self._folder.module(AutoencoderKL, config, "one", jnp.float32)
-        params = self._folder.load("vae", config, weights.shardings(self.mesh), jnp.float32)
-        side = _MOST_SIDE // config.factor
-        buckets = CanvasBuckets(_DECODER_PROGRAMS, (side, side))
-        return PictureDecoder(nnx.merge(nnx.graphdef(weights.module), params), self.mesh, buckets)
+        return self._folder.decoder(self.configs.vae, self.mesh)
 
     def params(self, shardings: Any) -> Any:
         """The transformer's parameters."""
@@ -131,7 +123,7 @@ class FluxPipeline:
             request,
             unit=self.pixels_per_token,
             most_pixels=_MOST_PIXELS,
-            most_side=_MOST_SIDE,
+            most_side=MOST_SIDE,
             channels=self.channels,
         )
         if request.frames != 1:

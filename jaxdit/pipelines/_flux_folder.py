@@ -1,21 +1,17 @@
 """FLUX.1's folder in diffusers' layout: what is in it, checked, and its parts on a mesh when they are asked for."""
 
-import json
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-from flax import nnx
-
 from ..encoders import AutoencoderKLConfig, ClipTextConfig, T5Config, Tokenizer
 from ..models import MMDiTConfig
-from ..sampling import ShardedModule
 from ..schedulers import Scheduler, scheduler_from_config
-from ..weights import check_checkpoint, load_params, read_config
+from ..weights import check_checkpoint
+from ._folder import PipelineFolder, part_config, pipeline_index
 
-PIPELINE_FILE = "model_index.json"
 # Of latents, as many rows of which are a token.
 PATCH = 2
 _PARTS = ("transformer", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae", "scheduler")
@@ -39,45 +35,18 @@ class FluxConfigs:
         Raises:
             WeightsError, ValueError: for a folder that is no such pipeline, or lacks a part.
         """
-        _check_folder(folder)
-
-        def part(name: str, kind: type) -> Any:
-            config = read_config(folder / name, compute_dtype=compute_dtype)
-            if not isinstance(config, kind):
-                raise ValueError(
-                    f"{folder / name} must be a {kind.__name__} in FLUX.1's pipeline; got a {type(config).__name__}."
-                    " Take all parts from one pipeline."
-                )
-            return config
-
+        pipeline_index(folder, "FluxPipeline", _PARTS)
+        read = partial(part_config, folder, compute_dtype=compute_dtype)
         return cls(
-            transformer=part("transformer", MMDiTConfig),
-            clip=part("text_encoder", ClipTextConfig),
-            t5=part("text_encoder_2", T5Config),
-            vae=part("vae", AutoencoderKLConfig),
+            transformer=read("transformer", MMDiTConfig),
+            clip=read("text_encoder", ClipTextConfig),
+            t5=read("text_encoder_2", T5Config),
+            vae=read("vae", AutoencoderKLConfig),
             scheduler=scheduler_from_config(folder / "scheduler", even_sigmas=True),
         )
 
 
-def _check_folder(folder: Path) -> None:
-    index = folder / PIPELINE_FILE
-    if not index.is_file():
-        raise ValueError(
-            f"{folder} is no pipeline: it has no {PIPELINE_FILE}. Give the folder that holds transformer, vae and"
-            f" so on."
-        )
-    try:
-        name = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index} cannot be read ({error}). Fetch it again.") from error
-    if name != "FluxPipeline":
-        raise ValueError(f"{folder} must be a FluxPipeline; got {name!r}. Others are not supported yet.")
-    missing = [part for part in _PARTS if not (folder / part).is_dir()]
-    if missing:
-        raise ValueError(f"{folder} lacks {', '.join(missing)}. Fetch the whole pipeline.")
-
-
-class FluxFolder:
+class FluxFolder(PipelineFolder):
     """FLUX.1 (dev and schnell) in diffusers' layout.
 
     Configs, tokenizers, names and shapes of tensors are read and checked; tensors are read when a part is asked for.
@@ -110,9 +79,8 @@ class FluxFolder:
         on_long: str = "error",
         with_transformer: bool = True,
     ) -> None:
-        self.path = Path(folder)
+        super().__init__(folder, compute_dtype)
         self.configs = FluxConfigs.read(self.path, compute_dtype)
-        self.dtype = jnp.dtype(compute_dtype)
         default_tokens = _DEV_TOKENS if self.configs.transformer.guidance_embed else _SCHNELL_TOKENS
         self.text_tokens = default_tokens if text_tokens is None else text_tokens
         clip_length = self.configs.clip.max_length
@@ -124,7 +92,11 @@ class FluxFolder:
         configs = self.configs
         self.clip_tokenizer.check(configs.clip)
         self.t5_tokenizer.check(configs.t5)
-        weights = {"text_encoder": configs.clip, "text_encoder_2": configs.t5, "vae": configs.vae}
+        weights: dict[str, Any] = {
+            "text_encoder": configs.clip,
+            "text_encoder_2": configs.t5,
+            "vae": configs.vae,
+        }
         if with_transformer:
             check_checkpoint(self.path / "transformer", configs.transformer)
         for name, config in weights.items():
@@ -146,24 +118,3 @@ class FluxFolder:
     def pixels_per_token(self) -> int:
         """Along an edge."""
         return PATCH * self.configs.vae.factor
-
-    def module(self, kind: Any, config: Any, shards: str, dtype: Any = None) -> ShardedModule:
-        """A part's module; `shards` are devices that share a copy of its parameters, see `ShardedModule`."""
-        module = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
-        return ShardedModule(module, self.dtype if dtype is None else dtype, shards)
-
-    def load(self, name: str, config: Any, shardings: Any, dtype: Any = None) -> Any:
-        """A part's parameters.
-
-        Args:
-            name: of its folder.
-            config: of its model.
-            shardings: of the parameters, such as `ShardedModule.shardings(mesh)`.
-            dtype: of the parameters; that of products by default.
-
-        Raises:
-            WeightsError: for values that are not finite, or that the dtype cannot hold.
-        """
-        return load_params(
-            self.path / name, config, shardings=shardings, dtype=self.dtype if dtype is None else dtype
-        )

@@ -65,12 +65,13 @@ class TextProgram:
         return self.batch(np.resize(ids, (1 << (count - 1).bit_length(), ids.shape[1])))[:count]
 
     def batch(self, ids: Int[np.ndarray, "b l"]) -> Array:
-        """What is wanted of captions, not waited for; compiled for just their number, if divided a multiple of devices.
-        """
+        """What is wanted of captions, not waited for; compiled for their number (if divided, a multiple of devices)."""
         return self._encode(
             self._params, jax.make_array_from_process_local_data(self._captions, ids, ids.shape)
         )
 
     def lowered(self, ids: Int[np.ndarray, "b l"]) -> Any:
         """The program of `batch`, for those who look at what is compiled."""
-        return self._encode.lower(self._params, jax.ShapeDtypeStruct(ids.shape, ids.dtype, sharding=self._captions))
+        return self._encode.lower(
+            self._params, jax.ShapeDtypeStruct(ids.shape, ids.dtype, sharding=self._captions)
+        )

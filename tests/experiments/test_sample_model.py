@@ -1,9 +1,10 @@
 """`experiments.sample --model` on a small FLUX.1 pipeline."""
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from experiments import sample
+from experiments import sample, train
 from tests.experiments._program_cases import run
 from tests.parity.pipeline import PIPELINE_CASES, write_pipeline
 
@@ -56,6 +57,8 @@ def test_prompts_of_a_file_and_of_the_command_line(folder, tmp_path, monkeypatch
         (["--prompt", "a", "--frames", 2, "--size", "16x16"], "frames: this model makes pictures"),
         (["--prompt", "a", "--prompt", "b", "--out", "x.png"], "--out names one file"),
         (["--prompt", "a", "--steps", 0, "--size", "16x16"], "steps: 1 to 1000; got steps=0"),
+        (["--prompt", "a", "--step-cache", -1], "StepCache: threshold must be at least 0"),
+        (["--prompt", "a", "--step-cache-error"], "--step-cache-error is of --step-cache"),
     ],
 )
 def test_what_cannot_be_made_is_refused(folder, tmp_path, monkeypatch, capfd, args, part):
@@ -68,3 +71,68 @@ def test_what_cannot_be_made_is_refused(folder, tmp_path, monkeypatch, capfd, ar
 def test_a_folder_that_is_no_pipeline(tmp_path, capfd):
     assert draw(tmp_path, "--prompt", "a") == 2
     assert "is no pipeline: it has no model_index.json" in capfd.readouterr().err
+
+
+RUN = """
+import experiments._components
+train.model = @text_to_image()
+train.objective = @flow_matching()
+train.data = @synthetic()
+train.optimizer = @adamw()
+train.num_devices = 2
+train.steps = 1
+train.block = 32
+train.init_from = '{transformer}'
+train.adapter = @lora()
+lora.rank = 2
+text_to_image.width = 64
+text_to_image.num_heads = 4
+text_to_image.num_double_blocks = 1
+text_to_image.num_single_blocks = 1
+text_to_image.axes_dim = (4, 6, 6)
+text_to_image.channels = 64
+text_to_image.text_channels = 24
+text_to_image.pooled_channels = 24
+text_to_image.max_text = None
+text_to_image.guidance_embed = True
+flow_matching.guidance = 3.5
+synthetic.codes = 'g2b1i64f1s0'
+synthetic.channels = 64
+synthetic.text_channels = 24
+synthetic.pooled_channels = 24
+synthetic.max_text = 16
+adamw.learning_rate = {learning_rate}
+"""
+
+
+@pytest.mark.full
+def test_a_run_of_the_transformer_with_the_other_parts_of_its_pipeline(folder, tmp_path, capfd):
+    """Adapters that were not trained change nothing; trained ones do."""
+
+    def picture(out, *args):
+        options = ["--prompt", "a cat", "--size", "16x24", "--steps", 2, "--out", tmp_path / out]
+        assert run(sample.main, *args, *options, "--truncate") == 0
+        with Image.open(tmp_path / out) as found:
+            return np.asarray(found).astype(int), found.text
+
+    right, _ = picture("base.png", "--model", folder, "--dtype", "float32", "--devices", 2)
+    for rate, least, most in ((1e-12, 0, 1), (0.5, 2, 255)):
+        config, workdir = tmp_path / "run.gin", tmp_path / f"run_{rate}"
+        config.write_text(RUN.format(transformer=folder / "transformer", learning_rate=rate))
+        assert run(train.main, "--config", config, "--workdir", workdir) == 0
+        found, about = picture(f"{rate}.png", "--workdir", workdir, "--model", folder)
+        assert least <= np.abs(found - right).max() <= most
+        assert about["step"] == "1"
+    assert run(sample.main, "--workdir", workdir, "--prompt", "a cat") == 2
+    assert "no pixels" in capfd.readouterr().err
+
+
+@pytest.mark.full
+def test_a_step_cache_and_its_error(folder, tmp_path, caplog):
+    caplog.set_level("INFO")
+    out = tmp_path / "a.png"
+    options = ["--steps", 4, "--step-cache", "1e9", "--step-cache-error"]
+    assert draw(folder, "--prompt", "a cat", "--size", "16x24", "--out", out, *options) == 0
+    assert "blocks were left out of 50% of the evaluations; latents differ from exact ones by" in caplog.text
+    with Image.open(out) as picture:
+        assert picture.text["skipped"] == "0.5"

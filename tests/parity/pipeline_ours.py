@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxdit.pipelines import FluxPipeline
+from jaxdit.pipelines import open_pipeline
 from jaxdit.sampling import Engine, Request
 from tests.parity.pipeline import TEXT_TOKENS, PipelineCase, noise_of
 
@@ -20,7 +20,7 @@ def requests_of(case: PipelineCase) -> list[Request]:
             picture.height,
             picture.width,
             steps=case.steps,
-            guidance=picture.guidance_scale if case.is_dev else None,
+            guidance=None if case.kind == "schnell" else picture.guidance_scale,
             negative_prompt=picture.negative_prompt,
             true_guidance=picture.true_cfg_scale,
             noise=noise_of(case, number),
@@ -32,7 +32,8 @@ def requests_of(case: PipelineCase) -> list[Request]:
 def run_our_pipeline(case: PipelineCase, folder: Path, devices: int = 1) -> dict[str, np.ndarray]:
     """Pictures of a case by number, uint8 (height, width, 3), all in one batch."""
     some = jax.devices()[:devices]
-    pipeline = FluxPipeline(folder, some, compute_dtype="float32", text_tokens=TEXT_TOKENS)
+    options = {} if case.kind == "dit" else {"text_tokens": TEXT_TOKENS}
+    pipeline = open_pipeline(folder, some, compute_dtype="float32", **options)
     samples = Engine(pipeline, some).generate(requests_of(case))
     return {str(number): sample.frames[0] for number, sample in enumerate(samples)}
 
