@@ -1,5 +1,6 @@
 """A published pipeline opened for sampling by the programs."""
 
+import argparse
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,33 @@ class EngineSettings:
     shards: str = "all"
     cache: Path | None = None
     on_long: str = "error"
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `engine_settings` reads, but for --model."""
+    parser.add_argument("--devices", type=int, help="number of devices (default: all)")
+    parser.add_argument("--devices-per-machine", type=int, help="of a machine, where JAX does not know")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument(
+        "--shards", choices=["all", "machine", "one"], default="all", help="share one copy of the weights"
+    )
+    parser.add_argument("--cache", type=Path, help="folder where compiled programs are kept")
+    parser.add_argument(
+        "--truncate", action="store_true", help="cut captions that are too long, instead of refusing them"
+    )
+
+
+def engine_settings(args: argparse.Namespace) -> EngineSettings:
+    """What a command line of `add_engine_options` and --model says."""
+    return EngineSettings(
+        args.model,
+        devices=args.devices,
+        devices_per_machine=args.devices_per_machine,
+        dtype=args.dtype,
+        shards=args.shards,
+        cache=args.cache,
+        on_long="truncate" if args.truncate else "error",
+    )
 
 
 def open_engine(settings: EngineSettings) -> Engine:
