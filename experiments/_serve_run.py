@@ -1,5 +1,6 @@
 """Listening until a signal comes, and ending within a bounded time."""
 
+import contextlib
 import logging
 import math
 import socket
@@ -28,9 +29,11 @@ def bound_socket(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        found = socket.socket(family, kind, protocol)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
+        with contextlib.ExitStack() as opened:
+            found = opened.enter_context(socket.socket(family, kind, protocol))
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+            opened.pop_all()
     except (OSError, OverflowError) as error:
         raise UserError(
             f"--host {host} --port {port} cannot be listened at: {error}. Choose another --port."
