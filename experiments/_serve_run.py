@@ -25,6 +25,8 @@ def bound_socket(host: str, port: int) -> socket.socket:
     Raises:
         UserError: for an address that there is not, or that is taken.
     """
+    if not 0 <= port < 1 << 16:
+        raise UserError(f"--port must be in 0 .. 65535; got {port}.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -34,7 +36,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(address)
             opened.pop_all()
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise UserError(
             f"--host {host} --port {port} cannot be listened at: {error}. Choose another --port."
         ) from error
