@@ -47,8 +47,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Serve until a signal comes. Returns the exit code."""
+    log_to_stderr()  # before libraries that options come from set up logs of their own
     args = _parser().parse_args(argv)
-    log_to_stderr()
     if not 0 <= args.grace < 86_400:
         raise UserError(f"--grace must be seconds, at least 0 and less than a day; got {args.grace:g}.")
     from experiments._engine import engine_settings, open_engine
