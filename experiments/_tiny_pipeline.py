@@ -14,7 +14,12 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from jaxdit.weights import read_config, tensor_shapes
 
-WORDS = "a an the cat dog house tree snow lake red blue old small big in on by under two seven".split()
+# fmt: off
+WORDS = (
+    "a", "an", "the", "cat", "dog", "house", "tree", "snow", "lake", "red", "blue", "old", "small", "big", "in", "on",
+    "by", "under", "two", "seven",
+)
+# fmt: on
 _LATENT_CHANNELS = 16
 _CLIP_TOKENS = 77
 _TEXT_WIDTH = 24

@@ -17,7 +17,7 @@ from ..schedulers import SamplerState, SamplingTable
 from ._buckets import SizeBuckets
 from ._denoiser import Conditions
 from ._pipeline import Pipeline
-from ._plan import BatchPlan, BatchPlanner, batch_shape
+from ._plan import BatchPlan, BatchPlanner, SequenceChooser, batch_shape, fastest_plan
 from ._program import Batch, Layout, make_evaluation, make_home, make_start
 from ._request import NonFiniteError, Request, Sample
 
@@ -41,6 +41,8 @@ class Engine:
         devices: to use; all by default.
         devices_per_machine: where what JAX knows does not say it; a process's by default.
         hardware: for plans of one request; by the kind of device by default.
+        choose: plans of one request (`SequenceChooser`); the fastest by the planner's model by default. Asked once for
+            each program's size.
         programs: programs for single requests, see `SizeBuckets`.
         compiler_options: of evaluations, as `jax.jit` takes them; a plan's own go before them.
 
@@ -55,6 +57,7 @@ class Engine:
         *,
         devices_per_machine: int | None = None,
         hardware: SequenceHardware | None = None,
+        choose: SequenceChooser = fastest_plan,
         programs: int = 6,
         compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -68,6 +71,7 @@ class Engine:
             head_dim=pipeline.head_dim,
             buckets=SizeBuckets(programs, pipeline.largest_tokens),
             hardware=hardware,
+            choose=choose,
             padded=devices[0].platform == "cpu",
         )
         self._params: tuple[Mesh, Any] | None = None
@@ -99,8 +103,28 @@ class Engine:
             ValueError: for a request that cannot be made, before anything is computed.
             CancelledError: if `progress` asked for it.
         """
+        running = self._prepared(requests)
+        rows, errors = running.run(progress)
+        samples = []
+        for request, latents, error in zip(running.requests, rows, errors, strict=True):
+            grid = self.pipeline.grid(request)
+            frames = None if error is not None else self.pipeline.decode(latents, grid)
+            samples.append(Sample(request, frames, error, self.pipeline.about(request)))
+        return samples
+
+    def compiled(self, requests: Sequence[Request]) -> jax.stages.Compiled:
+        """The evaluation that `generate` would run for these requests, compiled and not run.
+
+        For what it says of itself: `memory_analysis()`, `as_text()`. It is not compiled again when it runs.
+
+        Raises:
+            ValueError: as `generate`.
+        """
+        return self._prepared(requests).compiled()
+
+    def _prepared(self, requests: Sequence[Request]) -> "_Running":
         if not requests:
-            raise ValueError("Engine.generate: at least one request; got none.")
+            raise ValueError("Engine: at least one request; got none.")
         requests = self.checked(requests)
         grids = [self.pipeline.grid(request) for request in requests]
         is_guided = any(self.pipeline.is_guided(request) for request in requests)
@@ -108,13 +132,7 @@ class Engine:
         image = [grid.t * grid.h * grid.w for grid in grids]
         plan = self._planner.plan(batch_shape(image, given.text_lengths, self.pipeline.text_tokens))
         _LOG.info("%s", plan.text)
-        running = _Running(self, plan, requests, np.array(grids, np.int32), given)
-        rows, errors = running.run(progress)
-        samples = []
-        for request, grid, latents, error in zip(requests, grids, rows, errors, strict=True):
-            frames = None if error is not None else self.pipeline.decode(latents, grid)
-            samples.append(Sample(request, frames, error, self.pipeline.about(request)))
-        return samples
+        return _Running(self, plan, requests, np.array(grids, np.int32), given)
 
     def params_on(self, mesh: Mesh) -> Any:
         """The backbone's parameters on a mesh; meshes of one device order share them."""
@@ -143,7 +161,7 @@ class Programs(NamedTuple):
     """Compiled for a layout: `make_start`, `make_evaluation`, `make_home`."""
 
     start: Callable[..., SamplerState]
-    evaluation: Callable[..., tuple[SamplerState, Any]]
+    evaluation: jax.stages.Wrapped
     home: Callable[[Batch], Any]
 
 
@@ -176,10 +194,7 @@ class _Running:
         evaluations = len(self.table.step)
         finite: list[Any] = []
         for index in range(evaluations):
-            time, coefficients = (self._replicated(x[index]) for x in self.table[:2])
-            state, here = self.programs.evaluation(
-                self.params, state, time, coefficients, self.given, self.batch
-            )
+            state, here = self.programs.evaluation(*self._arguments(state, index))
             finite.append(here)
             # One evaluation runs while the next is prepared; no more, so that a batch can be stopped.
             if index:
@@ -187,6 +202,15 @@ class _Running:
             if progress is not None and progress(index + 1, evaluations):
                 raise CancelledError(f"stopped after {index + 1} of {evaluations} evaluations.")
         return list(self._latents(state)), self._errors(np.stack([np.asarray(x) for x in finite]))
+
+    def compiled(self) -> jax.stages.Compiled:
+        """The evaluation, not run."""
+        return self.programs.evaluation.lower(*self._arguments(self._started(), 0)).compile()
+
+    def _arguments(self, state: SamplerState, index: int) -> tuple[Any, ...]:
+        """Of an evaluation."""
+        time, coefficients = (self._replicated(x[index]) for x in self.table[:2])
+        return self.params, state, time, coefficients, self.given, self.batch
 
     def _started(self) -> SamplerState:
         missing = self.layout.requests - len(self.requests)

@@ -143,7 +143,7 @@ def make_home(layout: Layout) -> Callable[[Batch], HomeRows]:
 
 def make_evaluation(
     layout: Layout, backbone: Backbone, compiler_options: Mapping[str, Any] | None = None
-) -> Callable[..., tuple[SamplerState, Array]]:
+) -> jax.stages.Wrapped:
     """The jitted `evaluation(params, state, time, coefficients, conditions, batch)`; donates the state.
 
     Args:
