@@ -1,5 +1,6 @@
 """A published pipeline opened for sampling by the programs."""
 
+import argparse
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ class EngineSettings:
         cache: folder where compiled programs are kept; None keeps none.
         on_long: what becomes of a caption that is too long: "error" or "truncate".
         step_cache: leaves blocks out of evaluations in which little changes; None computes all.
+        processes: that sample together; None for one.
     """
 
     model: Path
@@ -39,6 +41,42 @@ class EngineSettings:
     cache: Path | None = None
     on_long: str = "error"
     step_cache: StepCache | None = None
+    processes: ProcessSettings | None = None
+
+
+def engine_settings(args: argparse.Namespace, processes: ProcessSettings | None = None) -> EngineSettings:
+    """What a command line of `add_engine_options` and --model says.
+
+    Raises:
+        UserError: for a threshold of the step cache that is none.
+    """
+    return EngineSettings(
+        args.model,
+        devices=args.devices,
+        devices_per_machine=args.devices_per_machine,
+        dtype=args.dtype,
+        shards=args.shards,
+        cache=args.cache,
+        on_long="truncate" if args.truncate else "error",
+        step_cache=step_cache(args),
+        processes=processes,
+    )
+
+
+def step_cache(args: argparse.Namespace) -> StepCache | None:
+    """The step cache that a command line asks for.
+
+    Raises:
+        UserError: for a threshold that is none.
+    """
+    with checking("--step-cache"):
+        return None if args.step_cache is None else StepCache(args.step_cache)
+
+
+def keep_programs(folder: Path | None) -> None:
+    """Keep compiled programs in a folder, from now on; None keeps none."""
+    if folder is not None:
+        jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
 
 
 def open_engine(settings: EngineSettings) -> Engine:
@@ -47,11 +85,11 @@ def open_engine(settings: EngineSettings) -> Engine:
     Raises:
         UserError: for a folder that is no pipeline of ours, or devices that there are not.
     """
-    if settings.cache is not None:
-        jax.config.update("jax_compilation_cache_dir", os.fspath(settings.cache))
+    keep_programs(settings.cache)
     if settings.devices is not None and settings.devices < 1:
         raise UserError(f"--devices must be at least 1; got {settings.devices}.")
-    prepare_platform(settings.devices or 1, ProcessSettings())
+    processes = settings.processes or ProcessSettings()
+    prepare_platform(settings.devices or processes.num_processes or 1, processes)
     devices: list[Any] = jax.devices()
     if settings.devices is not None:
         if settings.devices > len(devices):
@@ -75,7 +113,7 @@ def open_engine(settings: EngineSettings) -> Engine:
             devices_per_machine=settings.devices_per_machine,
             compiler_options=compiler_options(data_mesh(devices)),
             step_cache=settings.step_cache,
-            compiled=compiled_together if jax.process_count() > 1 else None,
+            compile_together=compiled_together if jax.process_count() > 1 else None,
         )
 
 

@@ -71,7 +71,7 @@ class RunPipeline:
         """See `Pipeline.checked`.
 
         Raises:
-            UserError: for a run whose rows are no pixels, or a picture that is too large for a device.
+            ValueError: for a run whose rows are no pixels, or a picture that is too large for a device.
         """
         run, patch = self._run, self._patch
         defaults = {"steps": self._settings.num_steps, "guidance": self._settings.guidance_scale}
@@ -86,7 +86,10 @@ class RunPipeline:
             )
         grid = self.grid(request)
         tokens = grid.t * grid.h * grid.w
-        run.check_sample_rows(-(-tokens // run.planner.num_devices), f"the picture has {tokens:,} tokens")
+        try:
+            run.check_sample_rows(-(-tokens // run.planner.num_devices), f"the picture has {tokens:,} tokens")
+        except UserError as error:
+            raise ValueError(str(error)) from error
         self._check_text(request)
         return request
 
@@ -95,16 +98,16 @@ class RunPipeline:
         """Pixels along the edge of a token.
 
         Raises:
-            UserError: for a run whose rows are no pixels.
+            ValueError: for a run whose rows are no pixels.
         """
         patch, model = self._run.settings.data.patch, self._run.settings.model
         if not patch:
-            raise UserError(
+            raise ValueError(
                 "this run cannot make pictures: its rows, of encoded or synthetic data, are no pixels. Export its"
                 " weights with experiments.export, and sample where the decoder of its latents is."
             )
         if patch**2 * _RGB != model.channels:
-            raise UserError(
+            raise ValueError(
                 f"a patch of {patch} x {patch} pixels has {patch**2 * _RGB} channels, the model {model.channels}. Leave"
                 " the data's patch as it was trained."
             )
@@ -115,23 +118,23 @@ class RunPipeline:
         if model.uses_labels:
             prompt = request.prompt
             if not (prompt.isascii() and prompt.isdigit() and int(prompt) < model.num_classes):
-                raise UserError(
+                raise ValueError(
                     f"the prompt of this model is a class number below {model.num_classes}; got {prompt!r}."
                 )
             if request.negative_prompt:
-                raise UserError(
+                raise ValueError(
                     "negative_prompt: this model takes class numbers; got"
                     f" {request.negative_prompt!r}. Leave it out."
                 )
             return
         if model.max_text is None:
-            raise UserError(
+            raise ValueError(
                 "this model takes precomputed text features; it cannot be prompted with text yet."
             )
         for text in (request.prompt, request.negative_prompt or ""):
             count = len(byte_tokens(text))
             if count > model.max_text:
-                raise UserError(
+                raise ValueError(
                     f"a prompt has at most {model.max_text} tokens (words, longer ones {TOKEN_BYTES} bytes a token);"
                     f" got {count}. Shorten it."
                 )

@@ -1,5 +1,6 @@
 """Prompts to pictures of a run: requests of any mixture of sizes, sampled by the engine."""
 
+import argparse
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -10,11 +11,13 @@ import jax
 import numpy as np
 
 from experiments._config import UserError, checking
-from experiments._platform import compiled_together, compiler_options
+from experiments._engine import engine_settings, keep_programs, open_engine
+from experiments._platform import ProcessSettings, compiled_together, compiler_options
 from experiments._run import Run
 from experiments._run_flux import RunFluxPipeline
 from experiments._run_pipeline import RunPipeline
 from experiments._workdir import load_run
+from jaxdit.pipelines import default_size
 from jaxdit.sampling import Engine, Request, Sample
 from jaxdit.training import SamplerSettings
 
@@ -85,7 +88,7 @@ def run_engine(run: Run, pipeline: RunPipeline | RunFluxPipeline, **options: Any
         run.mesh.devices.ravel().tolist(),
         devices_per_machine=run.planner.devices_per_machine,
         compiler_options=compiler_options(run.mesh),
-        compiled=compiled_together if jax.process_count() > 1 else None,
+        compile_together=compiled_together if jax.process_count() > 1 else None,
         **options,
     )
 
@@ -97,6 +100,7 @@ def open_run_engine(
     *,
     bindings: Sequence[str] = (),
     devices: int | None = None,
+    processes: ProcessSettings | None = None,
     **options: Any,
 ) -> Engine:
     """The engine of a trained run; what is asked of it is checked before its parameters are read.
@@ -107,6 +111,7 @@ def open_run_engine(
         make: the pipeline of the run.
         bindings: `--set` texts applied to the run's config.
         devices: to use instead of the run's.
+        processes: that sample together.
         options: of `Engine`.
 
     Raises:
@@ -120,10 +125,57 @@ def open_run_engine(
             for request in requests:
                 made[0].checked(request)
 
-    opened = load_run(workdir, bindings, devices, check=check)
+    opened = load_run(workdir, bindings, devices, processes=processes, check=check)
     pipeline = made[0]
     pipeline.trained, pipeline.step = opened.params, opened.step
     return run_engine(opened.run, pipeline, **options)
+
+
+def open_asked_engine(
+    args: argparse.Namespace, requests: Sequence[Request] = (), processes: ProcessSettings | None = None
+) -> Engine:
+    """The engine of what a command line names: a run (`--workdir`), a pipeline (`--model`), or a run with the text
+    encoders and autoencoder of a pipeline.
+
+    Args:
+        args: of `add_engine_options`, and workdir, model, bindings.
+        requests: that it will be asked for; a run's parameters are read once they are checked.
+        processes: that sample together.
+
+    Raises:
+        UserError: for what cannot be opened, or a request that cannot be made.
+    """
+    settings = engine_settings(args, processes)
+    if args.workdir is None:
+        return open_engine(settings)
+    keep_programs(settings.cache)
+
+    def make(run: Run) -> RunPipeline | RunFluxPipeline:
+        if args.model is None:
+            return RunPipeline(run)
+        return RunFluxPipeline(run, args.model, on_long=settings.on_long)
+
+    return open_run_engine(
+        args.workdir,
+        requests,
+        make,
+        bindings=args.bindings,
+        devices=args.devices,
+        processes=processes,
+        step_cache=settings.step_cache,
+    )
+
+
+def default_picture_size(model: Path | None) -> tuple[int, int]:
+    """Height and width in pixels where nobody says another: of a pipeline what it was trained for, of a run 32 x 32.
+
+    Raises:
+        UserError: for a folder that is no pipeline.
+    """
+    if model is None:
+        return 32, 32
+    with checking():
+        return default_size(model)
 
 
 class PictureSampler:

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from experiments._serve_metrics import ServiceMetrics
-from experiments._serve_queue import Job, QueueFullError, SamplingQueue
+from experiments._serve_queue import EndingError, Job, QueueFullError, SamplingQueue
 from jaxdit.sampling import Engine, NonFiniteError, Request, Sample
 
 _LOG = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ _MOST_BYTES = 1 << 20
 # How often a waiting response looks whether its client is still there.
 _POLL_S = 0.1
 _RETRY_S = "5"
+_LATER = (429, 503)
 _SIZE = re.compile(r"(\d{1,5})x(\d{1,5})")
 
 
@@ -191,7 +192,7 @@ class Service:
         """Samples of requests, unless the client goes.
 
         Raises:
-            RefusedError: if the queue is full, or a request fails.
+            RefusedError: if the queue is full, the server ends, or a request fails.
             ClientDisconnect: if it went.
         """
         jobs = [Job(request, int(np.prod(self.engine.pipeline.grid(request)))) for request in requests]
@@ -199,18 +200,22 @@ class Service:
             self.queue.put(jobs)
         except QueueFullError as error:
             raise RefusedError(429, str(error)) from error
+        except EndingError as error:
+            raise RefusedError(503, str(error)) from error
         waiting = asyncio.gather(*(asyncio.wrap_future(job.done) for job in jobs))
         try:
             while not waiting.done():
                 await asyncio.wait([waiting], timeout=_POLL_S)
                 if not waiting.done() and await http.is_disconnected():
                     raise ClientDisconnect
+            samples = waiting.result()
+        except EndingError as error:
+            raise RefusedError(503, str(error)) from error
         except BaseException:
             for job in jobs:
                 self.queue.cancel(job)
             waiting.cancel()
             raise
-        samples = waiting.result()
         for sample in samples:
             if sample.error is not None:
                 status = 422 if isinstance(sample.error, NonFiniteError) else 500
@@ -298,5 +303,5 @@ def _png(sample: Sample) -> bytes:
 def _refusal(error: RefusedError) -> Response:
     kind = "invalid_request_error" if error.status < 429 else "server_error"
     body = {"error": {"message": str(error), "type": kind, "param": error.parameter, "code": error.status}}
-    headers = {"Retry-After": _RETRY_S} if error.status == 429 else None
+    headers = {"Retry-After": _RETRY_S} if error.status in _LATER else None
     return JSONResponse(body, error.status, headers=headers)

@@ -14,8 +14,17 @@ from jaxdit.sampling import CancelledError, Progress, Request, Sample
 _LOG = logging.getLogger(__name__)
 
 
+# How long a batch that is to stop may take to: about an evaluation.
+_STOP_S = 5.0
+_ENDING = "the server ends. Ask another, or later."
+
+
 class QueueFullError(RuntimeError):
     """There is no room for more requests."""
+
+
+class EndingError(RuntimeError):
+    """The server ends, before a request was sampled."""
 
 
 class SamplingEngine(Protocol):
@@ -85,7 +94,8 @@ class SamplingQueue:
         self._engine, self.limits, self._watcher = engine, limits, watcher
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
-        self._is_closed = False
+        self._running: list[Job] = []
+        self._is_closed = self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="sampling", daemon=True)
         self._thread.start()
 
@@ -99,10 +109,13 @@ class SamplingQueue:
 
         Raises:
             QueueFullError: if there is no room for them.
+            EndingError: if the queue is closed.
         """
         with self._changed:
+            if self._is_closed:
+                raise EndingError(_ENDING)
             self._drop_cancelled()
-            if self._is_closed or len(self._jobs) + len(jobs) > self.limits.waiting:
+            if len(self._jobs) + len(jobs) > self.limits.waiting:
                 raise QueueFullError(
                     f"{len(self._jobs)} requests wait, of {self.limits.waiting} at most. Try again later."
                 )
@@ -117,16 +130,32 @@ class SamplingQueue:
             self._drop_cancelled()
             self._watcher.waiting(len(self._jobs))
 
-    def close(self, timeout_s: float) -> None:
-        """Refuse what waits and comes; the batch at hand may end."""
+    def close(self, timeout_s: float) -> bool:
+        """Refuse what waits and comes, and wait for the batch at hand.
+
+        A batch that takes longer is stopped at its next evaluation; one that does not stop either is left behind. In
+        any case all requests have an answer when this returns, after `timeout_s` and a few seconds at most.
+
+        Args:
+            timeout_s: that the batch may still take.
+
+        Returns:
+            Whether the thread has ended.
+        """
         with self._changed:
             self._is_closed = True
             waiting = list(self._jobs)
             self._jobs.clear()
+            self._watcher.waiting(0)
             self._changed.notify()
-        for job in waiting:
-            job.done.set_exception(QueueFullError("the server ends."))
+        self._fail(waiting, EndingError(_ENDING))
         self._thread.join(timeout_s)
+        self._is_stopped = True
+        self._thread.join(_STOP_S if self._thread.is_alive() else 0)
+        with self._changed:
+            running = list(self._running)
+        self._fail(running, EndingError(_ENDING))
+        return not self._thread.is_alive()
 
     def _drop_cancelled(self) -> None:
         self._jobs = deque(job for job in self._jobs if not job.is_cancelled)
@@ -151,7 +180,7 @@ class SamplingQueue:
                     break
                 self._changed.wait(left)
             self._drop_cancelled()
-            batch = self._fitting()
+            batch = self._running = self._fitting()
             self._watcher.waiting(len(self._jobs))
             return batch
 
@@ -181,20 +210,30 @@ class SamplingQueue:
         self._watcher.started(len(batch))
         try:
             samples = self._engine.generate(
-                [job.request for job in batch],
-                progress=lambda done, of: all(job.is_cancelled for job in batch),
+                [job.request for job in batch], progress=lambda done, of: self._shall_stop(batch)
             )
-            for job, sample in zip(batch, samples, strict=True):
-                job.done.set_result(sample)
+            self._answer(batch, samples)
         except CancelledError as error:
-            self._fail(batch, error)
+            self._fail(batch, EndingError(_ENDING) if self._is_stopped else error)
         except Exception as error:  # whatever it is, the next batch may do
             _LOG.exception("a batch of %d requests failed", len(batch))
             self._fail(batch, error)
         finally:
+            with self._changed:
+                self._running = []
             self._watcher.ended(len(batch), time.monotonic() - started)
 
+    def _shall_stop(self, batch: list[Job]) -> bool:
+        return self._is_stopped or all(job.is_cancelled for job in batch)
+
+    def _answer(self, batch: list[Job], samples: list[Sample]) -> None:
+        with self._changed:
+            for job, sample in zip(batch, samples, strict=True):
+                if not job.done.done():
+                    job.done.set_result(sample)
+
     def _fail(self, batch: list[Job], error: Exception) -> None:
-        for job in batch:
-            if not job.done.done():
-                job.done.set_exception(error)
+        with self._changed:
+            for job in batch:
+                if not job.done.done():
+                    job.done.set_exception(error)

@@ -132,6 +132,7 @@ def load_run(
     num_devices: int | None = None,
     *,
     adapters_alone: bool = False,
+    processes: Any = None,
     check: Callable[[Any], None] | None = None,
 ) -> OpenedRun:
     """The run of a workdir with its EMA parameters; the data it was trained on need not be there.
@@ -142,6 +143,7 @@ def load_run(
         num_devices: devices to use instead of the run's, each sequence spread over all of them; parameters are then
             replicated unless `bindings` say otherwise.
         adapters_alone: of a run that trained adapters, load nothing else.
+        processes: `experiments._platform.ProcessSettings`, of several that open it together.
         check: called with the run before its parameters are read, to refuse what it cannot do while that costs nothing.
 
     Raises:
@@ -155,7 +157,7 @@ def load_run(
     assert _components  # registers what a run's config names
     load_config(config, [*_on_devices(num_devices), *bindings])
     settings = checked_settings(bindings)
-    _platform.prepare_platform(settings.num_devices, _platform.ProcessSettings())
+    _platform.prepare_platform(settings.num_devices, processes or _platform.ProcessSettings())
 
     from experiments._checkpoint import Checkpoints
     from experiments._run import Run

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments._options import add_engine_options, add_process_options, process_options
 from experiments._program import UserError, log_to_stderr, run_program, seed
 
 
@@ -39,33 +40,22 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="file to write; .gif or .mp4 for a clip (default: in WORKDIR/samples, or samples)",
     )
-    parser.add_argument(
-        "--devices", type=int, help="number of devices (default: as the run was trained on; --model all)"
-    )
-    parser.add_argument(
-        "--step-cache",
-        type=float,
-        metavar="THRESHOLD",
-        help="skip blocks while their input changes by less: faster, not exact (0.25 to 0.8 for FLUX.1)",
-    )
+    add_engine_options(parser)
     parser.add_argument(
         "--step-cache-error", action="store_true", help="sample exactly too, and say how far apart they are"
     )
-    run = parser.add_argument_group("with --workdir")
-    run.add_argument("--set", action="append", default=[], metavar="NAME.PARAMETER=VALUE", dest="bindings")
-    model = parser.add_argument_group("with --model")
-    model.add_argument(
-        "--true-guidance", type=float, default=1.0, help="classifier-free guidance; 1 for none"
+    parser.add_argument(
+        "--true-guidance", type=float, default=1.0, help="classifier-free guidance of FLUX.1; 1 for none"
     )
-    model.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    model.add_argument(
-        "--shards", choices=["all", "machine", "one"], default="all", help="share one copy of the weights"
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME.PARAMETER=VALUE",
+        dest="bindings",
+        help="of the config of a run",
     )
-    model.add_argument("--devices-per-machine", type=int)
-    model.add_argument(
-        "--truncate", action="store_true", help="cut captions that are too long, instead of refusing them"
-    )
-    model.add_argument("--cache", type=Path, help="folder where compiled programs are kept")
+    add_process_options(parser)
     return parser
 
 
@@ -83,8 +73,10 @@ def main(argv: Sequence[str]) -> int:
     requests = _requests(args)
     paths = _paths(args, Path("samples") if args.workdir is None else args.workdir / "samples")
     from experiments._engine import generate
+    from experiments._platform import ProcessSettings
+    from experiments._sampling import open_asked_engine
 
-    engine = _engine(args, requests)
+    engine = open_asked_engine(args, requests, ProcessSettings(**process_options(args)))
     failed = 0
     for path, made in zip(paths, generate(engine, requests), strict=True):
         if made.frames is None:
@@ -92,41 +84,10 @@ def main(argv: Sequence[str]) -> int:
             logging.error("%s: %s", path, made.error)
             continue
         _write(path, made.frames, {name: str(value) for name, value in made.about.items()})
-        logging.info("wrote %s", path)
     if args.step_cache_error:
         for path, error in zip(paths, engine.cache_errors(requests), strict=True):
             logging.info("%s: %s", path, error.text)
     return int(failed > 0)
-
-
-def _engine(args: argparse.Namespace, requests: list[Any]) -> Any:
-    """The engine of what is to be sampled; a run's parameters are read once its requests are checked."""
-    from experiments._config import checking
-    from experiments._engine import EngineSettings, open_engine
-    from jaxdit.sampling import StepCache
-
-    with checking():
-        cache = None if args.step_cache is None else StepCache(args.step_cache)
-    on_long = "truncate" if args.truncate else "error"
-    if args.workdir is None:
-        settings = EngineSettings(
-            args.model,
-            devices=args.devices,
-            devices_per_machine=args.devices_per_machine,
-            dtype=args.dtype,
-            shards=args.shards,
-            cache=args.cache,
-            on_long=on_long,
-            step_cache=cache,
-        )
-        return open_engine(settings)
-    from experiments._sampling import RunFluxPipeline, RunPipeline, open_run_engine
-
-    def make(run: Any) -> Any:
-        return RunPipeline(run) if args.model is None else RunFluxPipeline(run, args.model, on_long=on_long)
-
-    options = {"bindings": args.bindings, "devices": args.devices, "step_cache": cache}
-    return open_run_engine(args.workdir, requests, make, **options)
 
 
 def _requests(args: argparse.Namespace) -> list[Any]:
@@ -161,15 +122,9 @@ def _prompts(path: Path | None) -> list[str]:
 
 
 def _size(args: argparse.Namespace) -> tuple[int, int]:
-    from experiments._config import checking
-    from experiments._sampling import parse_size
+    from experiments._sampling import default_picture_size, parse_size
 
-    if args.size is None and args.model is not None:
-        from jaxdit.pipelines import default_size
-
-        with checking():
-            args.size = "{}x{}".format(*default_size(args.model))
-    args.size = args.size or "32x32"
+    args.size = args.size or "{}x{}".format(*default_picture_size(args.model))
     frames, height, width = parse_size(args.size)
     if frames != 1:
         raise UserError(f"--size is HEIGHTxWIDTH, the number of frames is --frames; got {args.size!r}.")
@@ -191,15 +146,20 @@ def _paths(args: argparse.Namespace, folder: Path) -> list[Path]:
 
 
 def _write(path: Path, picture: Any, about: dict[str, str]) -> None:
+    import jax
+
     from experiments._disk import writing
     from experiments._figures import save_clip, save_image
 
+    if jax.process_index() != 0:
+        return
     with writing(path, "Choose another --out."):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix.lower() == ".png":
             save_image(path, picture[0], about)
         else:
             save_clip(path, picture, about)
+    logging.info("wrote %s", path)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments._options import add_process_options, process_options
 from experiments._program import UserError, log_to_stderr, run_program
 
 
@@ -19,19 +20,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--profile", type=int, nargs="?", const=3, default=0, metavar="STEPS", help="trace a few steps"
     )
-    parser.add_argument(
-        "--cluster", action="store_true", help="several processes, found from SLURM, Kubernetes or MPI"
-    )
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="several processes, given by hand")
-    parser.add_argument("--num-processes", type=int)
-    parser.add_argument("--process-id", type=int)
-    parser.add_argument(
-        "--heartbeat",
-        type=int,
-        default=60,
-        metavar="SECONDS",
-        help="silence after which a process counts as dead",
-    )
+    add_process_options(parser)
     return parser
 
 
@@ -39,8 +28,9 @@ def main(argv: Sequence[str]) -> int:
     """Check everything, then train. Returns the exit code."""
     args = _parser().parse_args(argv)
     log_to_stderr()
-    if args.profile < 0 or args.heartbeat < 1:
-        raise UserError(f"--profile and --heartbeat count up; got {args.profile} and {args.heartbeat}.")
+    if args.profile < 0:
+        raise UserError(f"--profile counts up; got {args.profile}.")
+    processes = process_options(args)
     # Imported here: `--help` should not load JAX.
     from experiments import _platform, _workdir
     from experiments._config import load_config
@@ -48,10 +38,7 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(args.config, args.bindings)
     settings = _workdir.checked_settings(args.bindings)
     workdir = args.workdir or Path("runs") / config.stem
-    processes = _platform.ProcessSettings(
-        args.coordinator, args.num_processes, args.process_id, args.cluster, args.heartbeat
-    )
-    _platform.prepare_platform(settings.num_devices, processes)
+    _platform.prepare_platform(settings.num_devices, _platform.ProcessSettings(**processes))
 
     from experiments._checkpoint import Checkpoints
     from experiments._disk import check_disk_space

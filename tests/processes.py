@@ -19,14 +19,18 @@ def free_port() -> int:
 
 
 def run_together(
-    commands: Sequence[Sequence[Any]], *, timeout: float, env: Mapping[str, str] | None = None
+    commands: Sequence[Sequence[Any]],
+    *,
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = _ROOT,
 ) -> list[subprocess.CompletedProcess]:
     """Run one Python process for each list of arguments, at the same time, with `env` added to the environment."""
     processes = [
         subprocess.Popen(
             [sys.executable, *map(str, arguments)],
-            cwd=_ROOT,
-            env={**os.environ, **(env or {})},
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": str(_ROOT), **(env or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -12,6 +12,8 @@ from ._engine import CancelledError as CancelledError
 from ._engine import Engine as Engine
 from ._engine import Progress as Progress
 from ._pipeline import Pipeline as Pipeline
+from ._plan import SequenceChooser as SequenceChooser
+from ._plan import fastest_plan as fastest_plan
 from ._request import NonFiniteError as NonFiniteError
 from ._request import Request as Request
 from ._request import Sample as Sample
@@ -42,6 +44,7 @@ __all__ = [
     "Progress",
     "Request",
     "Sample",
+    "SequenceChooser",
     "ShardedModule",
     "SizeBuckets",
     "StagedModel",
@@ -50,6 +53,7 @@ __all__ = [
     "cache_error",
     "cached_call",
     "check_request",
+    "fastest_plan",
     "initial_cache",
     "with_defaults",
 ]

@@ -20,7 +20,7 @@ from ..schedulers import SamplerState, SamplingTable
 from ._buckets import SizeBuckets
 from ._denoiser import Conditions
 from ._pipeline import Pipeline
-from ._plan import BatchPlan, BatchPlanner, BatchShape
+from ._plan import BatchPlan, BatchPlanner, BatchShape, SequenceChooser, fastest_plan
 from ._program import (
     Batch,
     EvaluationInputs,
@@ -58,11 +58,13 @@ class Engine:
         devices: to use; all by default.
         devices_per_machine: where what JAX knows does not say it; a process's by default.
         hardware: for plans of one request; by the kind of device by default.
+        choose: plans of one request (`SequenceChooser`); the fastest by the planner's model by default. Asked once for
+            each program's size.
         programs: programs for single requests, see `SizeBuckets`.
         compiler_options: of evaluations, as `jax.jit` takes them; a plan's own go before them.
         step_cache: leaves blocks out of evaluations in which little changes; None computes all, which is exact.
-        compiled: of several processes, makes them wait until all have compiled a program: collectives give up on one
-            that comes late.
+        compile_together: of several processes, makes them wait until all have compiled a program: collectives give up
+            on one that comes late.
 
     Raises:
         ValueError: for devices that machines do not divide.
@@ -75,13 +77,14 @@ class Engine:
         *,
         devices_per_machine: int | None = None,
         hardware: SequenceHardware | None = None,
+        choose: SequenceChooser = fastest_plan,
         programs: int = 6,
         compiler_options: Mapping[str, Any] | None = None,
         step_cache: StepCache | None = None,
-        compiled: CompileTogether | None = None,
+        compile_together: CompileTogether | None = None,
     ) -> None:
         self.pipeline = pipeline
-        self.step_cache, self._compiled = step_cache, compiled
+        self.step_cache, self._compile_together = step_cache, compile_together
         self._options = dict(compiler_options or {})
         devices = list(jax.devices() if devices is None else devices)
         self._planner = BatchPlanner(
@@ -91,6 +94,7 @@ class Engine:
             head_dim=pipeline.head_dim,
             buckets=SizeBuckets(programs, pipeline.largest_tokens),
             hardware=hardware,
+            choose=choose,
             padded=devices[0].platform == "cpu",
         )
         self._params: tuple[AnyMesh, Any] | None = None
@@ -124,11 +128,10 @@ class Engine:
             ValueError: for a request that cannot be made, before anything is computed.
             CancelledError: if `progress` asked for it.
         """
-        requests = self.checked(requests)
-        found = self._sampled(requests, self.step_cache, progress)
+        found = self._prepared(requests, self.step_cache).run(progress)
         samples = []
         for request, grid, latents, error in zip(
-            requests, found.grids, found.rows, found.errors, strict=True
+            found.requests, found.grids, found.rows, found.errors, strict=True
         ):
             frames = None if error is not None else self.pipeline.decode(latents, Grid(*grid.tolist()))
             about = self.pipeline.about(request)
@@ -136,6 +139,16 @@ class Engine:
                 about = {**about, "step_cache": self.step_cache.threshold, "skipped": found.skipped}
             samples.append(Sample(request, frames, error, about))
         return samples
+
+    def compiled(self, requests: Sequence[Request]) -> jax.stages.Compiled:
+        """The evaluation that `generate` would run for these requests, compiled and not run.
+
+        For what it says of itself: `memory_analysis()`, `as_text()`. It is not compiled again when it runs.
+
+        Raises:
+            ValueError: as `generate`.
+        """
+        return self._prepared(requests, self.step_cache).compiled()
 
     def cache_errors(self, requests: Sequence[Request]) -> list[CacheError]:
         """What the step cache costs and saves: requests sampled with and without it, from the same noise.
@@ -145,21 +158,19 @@ class Engine:
         """
         if self.step_cache is None:
             raise ValueError("Engine.cache_errors: the engine has no step cache; got None. Give step_cache.")
-        requests = self.checked(requests)
-        exact, cached = (self._sampled(requests, cache, None) for cache in (None, self.step_cache))
+        exact, cached = (self._prepared(requests, cache).run(None) for cache in (None, self.step_cache))
         return [cache_error(*pair, cached.skipped) for pair in zip(exact.rows, cached.rows, strict=True)]
 
-    def _sampled(
-        self, requests: list[Request], step_cache: StepCache | None, progress: Progress | None
-    ) -> "_Latents":
-        """The finished latents of checked requests."""
+    def _prepared(self, requests: Sequence[Request], step_cache: StepCache | None) -> "_Running":
+        """A batch that is checked and planned."""
+        requests = self.checked(requests)
         grids = np.array([self.pipeline.grid(request) for request in requests], np.int32)
         is_guided = any(self.pipeline.is_guided(request) for request in requests)
         given = self.pipeline.conditions(requests, is_guided=is_guided)
         lengths = grids.prod(1, dtype=np.int64), np.asarray(given.text_lengths, np.int64)
         plan = self._planner.plan(BatchShape(*lengths, given.text_tokens))
         _LOG.info("%s", plan.text)
-        return _Running(self, plan, requests, grids, given, step_cache).run(progress)
+        return _Running(self, plan, requests, grids, given, step_cache)
 
     def forget_params(self) -> None:
         """Ask the pipeline for its parameters again before the next batch."""
@@ -193,14 +204,14 @@ class Engine:
         return self._programs[key]
 
     def _together(self, program: Any) -> Any:
-        return program if self._compiled is None else _Together(program, self._compiled)
+        return program if self._compile_together is None else _Together(program, self._compile_together)
 
 
 class Programs(NamedTuple):
     """Compiled for a layout: `make_start`, `make_evaluation`, `make_home`."""
 
     start: Callable[..., SamplingState]
-    evaluation: Callable[..., tuple[SamplingState, Any]]
+    evaluation: jax.stages.Wrapped
     home: Callable[[Batch], Any]
 
 
@@ -217,17 +228,23 @@ class _Together:
             self._made[key] = self._compile(self._program, f"sampling-{next(_NAMES)}", *args)
         return self._made[key](*args)
 
+    def lower(self, *args: Any) -> Any:
+        """As of the program."""
+        return self._program.lower(*args)
+
 
 class _Latents(NamedTuple):
     """Of a finished batch.
 
     Attributes:
+        requests: with defaults filled in.
         grids: (requests, 3).
         rows: (tokens, channels) of each request.
         errors: what went wrong with it, or None.
         skipped: share of evaluations whose blocks did not run.
     """
 
+    requests: list[Request]
     grids: np.ndarray
     rows: list[np.ndarray]
     errors: list[Exception | None]
@@ -264,11 +281,7 @@ class _Running:
         evaluations = len(self.table.step)
         finite: list[Any] = []
         for index in range(evaluations):
-            inputs = EvaluationInputs(
-                self.table.time[index], self.table.coefficients[index], np.bool_(index == evaluations - 1)
-            )
-            inputs = jax.tree.map(self._replicated, inputs)
-            state, here = self.programs.evaluation(self.params, state, inputs, self.given, self.batch)
+            state, here = self.programs.evaluation(*self._arguments(state, index))
             finite.append(here)
             # One evaluation runs while the next is prepared; no more, so that a batch can be stopped.
             if index:
@@ -276,7 +289,19 @@ class _Running:
             if progress is not None and progress(index + 1, evaluations):
                 raise CancelledError(f"stopped after {index + 1} of {evaluations} evaluations.")
         errors = self._errors(np.stack([np.asarray(x) for x in finite]))
-        return _Latents(self.grids, list(self._latents(state.sampler)), errors, _skipped(state))
+        return _Latents(
+            self.requests, self.grids, list(self._latents(state.sampler)), errors, _skipped(state)
+        )
+
+    def compiled(self) -> jax.stages.Compiled:
+        """The evaluation, not run."""
+        return self.programs.evaluation.lower(*self._arguments(self._started(), 0)).compile()
+
+    def _arguments(self, state: SamplingState, index: int) -> tuple[Any, ...]:
+        """Of an evaluation."""
+        is_last = np.bool_(index == len(self.table.step) - 1)
+        inputs = EvaluationInputs(self.table.time[index], self.table.coefficients[index], is_last)
+        return self.params, state, jax.tree.map(self._replicated, inputs), self.given, self.batch
 
     def _started(self) -> SamplingState:
         missing = self.layout.requests - len(self.requests)

@@ -1,6 +1,7 @@
 """How a batch is laid over the devices: a sequence-parallel plan for one request, a balanced one for several."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -21,7 +22,7 @@ from solver import (
     Topology,
     balance,
     capacity_for,
-    plan_sequence_parallel,
+    sequence_plans,
     step_needs,
 )
 
@@ -35,6 +36,15 @@ _GAMMA = 0.4
 _BLOCK = 128
 # Programs for packed batches are made for so many times what the batch at hand needs.
 _HEADROOM = 1.4
+
+
+SequenceChooser = Callable[[Sequence[SequenceParallelPlan]], SequenceParallelPlan]
+"""Chooses the plan of a single request from `solver.sequence_plans` of its length, which lists the fastest first."""
+
+
+def fastest_plan(plans: Sequence[SequenceParallelPlan]) -> SequenceParallelPlan:
+    """The first: the one that ends soonest by the planner's model."""
+    return plans[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +93,7 @@ class BatchPlanner:
         num_heads, head_dim: of attention.
         buckets: sizes of programs for one request.
         hardware: for plans of one request; by the kind of device if None.
+        choose: the plan of one request, asked once for each size, text and number of branches.
         padded: whether exchanges are padded, as on CPUs.
     """
 
@@ -92,7 +103,9 @@ class BatchPlanner:
     head_dim: int
     buckets: SizeBuckets
     hardware: SequenceHardware | None = None
+    choose: SequenceChooser = fastest_plan
     padded: bool = True
+    chosen: dict[tuple[int, int, int], SequenceParallelPlan] = field(default_factory=dict)
     capacities: dict[tuple[int, int], StepCapacity] = field(default_factory=dict)
     meshes: dict[Any, Mesh] = field(default_factory=dict)
 
@@ -112,14 +125,7 @@ class BatchPlanner:
 
     def _sequence(self, shape: BatchShape) -> BatchPlan:
         size = self.buckets.fit(int(shape.image[0]))
-        found = plan_sequence_parallel(
-            self.topology,
-            self.num_heads,
-            self.head_dim,
-            (size, shape.most_text),
-            cfg=shape.branches == 2,
-            hardware=self.hardware or _hardware(self.devices[0].device_kind),
-        )
+        found = self._chosen(size, shape)
         mesh = self._mesh(**found.mesh_options)
         shared = found.mesh.num_devices
         image, text = -(-size // shared), -(-shape.most_text // shared)
@@ -127,6 +133,24 @@ class BatchPlanner:
         attend = _attention(**found.attention_options)
         layout = SequenceLayout(mesh, attend, image, text, 1, shape.branches, is_exact)
         return BatchPlan(layout, None, found.compiler_options, _text_of(found, size, shape))
+
+    def _chosen(self, size: int, shape: BatchShape) -> SequenceParallelPlan:
+        key = size, shape.most_text, shape.branches
+        if key not in self.chosen:
+            hardware = self.hardware or _hardware(self.devices[0].device_kind)
+            plans = sequence_plans(
+                self.topology,
+                self.num_heads,
+                self.head_dim,
+                (size, shape.most_text),
+                cfg=shape.branches == 2,
+                # Programs here have XLA's collectives, and no puts and gets.
+                hardware=replace(hardware, one_sided=False),
+            )
+            found = self.choose(plans)
+            _check_chosen(found, self.topology, shape.branches)
+            self.chosen[key] = found
+        return self.chosen[key]
 
     def _mesh(self, **options: Any) -> Mesh:
         key = tuple(sorted(options.items()))
@@ -168,6 +192,35 @@ class BatchPlanner:
             links=Links(padded=self.padded),
         )
         return StepLayout(plan, _BLOCK)
+
+
+def _check_chosen(plan: SequenceParallelPlan, topology: Topology, branches: int) -> None:
+    """Refuse a plan for other devices or branches.
+
+    Raises:
+        TypeError: for what is no plan.
+        ValueError: naming the rule.
+    """
+    if not isinstance(plan, SequenceParallelPlan):
+        raise TypeError(
+            f"Engine: choose must return a SequenceParallelPlan; got a {type(plan).__name__}. Return one of the plans"
+            " that it is given."
+        )
+    halves = {"machines": (2, 1), "devices": (1, 2)}.get(plan.cfg, (1, 1))
+    mesh = plan.mesh
+    across = halves[0] * mesh.ulysses_across * mesh.ring_across
+    inside = halves[1] * mesh.ulysses_inside * mesh.ring_inside
+    if (across, inside) != (topology.num_machines, topology.devices_per_machine):
+        raise ValueError(
+            f"Engine: the chosen plan must be for the engine's machines x devices, {topology.num_machines} x"
+            f" {topology.devices_per_machine}; got one for {across} x {inside}. Return one of the plans that choose is"
+            " given."
+        )
+    if (branches == 2) == (plan.cfg == "none") or plan.one_sided:
+        raise ValueError(
+            f"Engine: the chosen plan must be for {branches} branches of guidance, two-sided; got cfg={plan.cfg!r},"
+            f" one_sided={plan.one_sided}. Return one of the plans that choose is given."
+        )
 
 
 @cache

@@ -162,7 +162,7 @@ def make_evaluation(
     compiler_options: Mapping[str, Any] | None = None,
     *,
     step_cache: StepCache | None = None,
-) -> Callable[..., tuple[SamplingState, Array]]:
+) -> jax.stages.Wrapped:
     """The jitted `evaluation(params, state, inputs, conditions, batch)`; donates the state.
 
     Args:

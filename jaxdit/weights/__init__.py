@@ -15,6 +15,7 @@ from ._lora import save_lora as save_lora
 from ._save import SaveFormat as SaveFormat
 from ._save import save_params as save_params
 from ._tables import abstract_params as abstract_params
+from ._tables import tensor_shapes as tensor_shapes
 from ._write import check_target as check_target
 
 __all__ = [
@@ -34,4 +35,5 @@ __all__ = [
     "read_config",
     "save_lora",
     "save_params",
+    "tensor_shapes",
 ]

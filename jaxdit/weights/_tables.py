@@ -24,7 +24,14 @@ from ._configs import ModelConfig
 from ._files import TensorFiles, WeightsError
 from ._names import Path, TensorTable, leaves_of
 
-__all__ = ["abstract_params", "check_params", "table_for", "table_of_files", "with_positions"]
+__all__ = [
+    "abstract_params",
+    "check_params",
+    "table_for",
+    "table_of_files",
+    "tensor_shapes",
+    "with_positions",
+]
 
 _MODELS: dict[type, Callable[..., nnx.Module]] = {
     MMDiTConfig: MMDiT,
@@ -66,6 +73,12 @@ def table_for(config: ModelConfig, layout: str) -> TensorTable:
     if layout not in tables:
         raise WeightsError(f"layout must be one of {', '.join(tables)}; got layout={layout!r}.")
     return tables[layout](config, abstract_params(config))
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a checkpoint's tensors in diffusers' layout, of a text encoder's in transformers'."""
+    layout = next(name for name in ("diffusers", "transformers") if name in _TABLES[type(config)])
+    return dict(table_for(config, layout).shapes)
 
 
 def table_of_files(config: ModelConfig, files: TensorFiles) -> TensorTable:

@@ -7,6 +7,7 @@ from PIL import Image
 from experiments import sample, train
 from tests.experiments._program_cases import run
 from tests.parity.pipeline import PIPELINE_CASES, write_pipeline
+from tests.processes import free_port, run_together
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +137,31 @@ def test_a_step_cache_and_its_error(folder, tmp_path, caplog):
     assert "blocks were left out of 50% of the evaluations; latents differ from exact ones by" in caplog.text
     with Image.open(out) as picture:
         assert picture.text["skipped"] == "0.5"
+
+
+@pytest.mark.full
+def test_two_processes_make_what_one_makes(folder, tmp_path):
+    """Of a pipeline, alone and packed, and with compiled programs from disk; one of the processes writes."""
+    cache = tmp_path / "cache"
+
+    def draw_with(processes, out, *prompts, devices):
+        options = ["--size", "16x24", "--steps", 2, "--dtype", "float32", "--devices", devices, "--truncate"]
+        asked = [item for prompt in prompts for item in ("--prompt", prompt)]
+        common = ["-m", "experiments.sample", "--model", folder, *options, *asked, "--cache", cache]
+        address = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", processes]
+        commands = [
+            [*common, *(address if processes > 1 else []), *(["--process-id", i] if processes > 1 else [])]
+            for i in range(processes)
+        ]
+        (tmp_path / out).mkdir()
+        finished = run_together(commands, timeout=600, cwd=tmp_path / out)
+        assert [process.returncode for process in finished] == [0] * processes, finished[0].stderr[-3000:]
+        found = [np.asarray(Image.open(path)) for path in sorted((tmp_path / out / "samples").iterdir())]
+        assert len(found) == len(prompts)
+        return np.stack(found).astype(int)
+
+    for name, prompts in (("alone", ["a cat"]), ("packed", ["a cat", "two dogs"])):
+        one = draw_with(1, f"{name}_one", *prompts, devices=1)
+        two = draw_with(2, f"{name}_two", *prompts, devices=4)
+        assert np.abs(one - two).max() <= 1
+    assert any(cache.iterdir())

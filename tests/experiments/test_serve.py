@@ -2,62 +2,29 @@
 
 import base64
 import io
+import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+import httpx
 import numpy as np
 import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
+from experiments import serve
+from experiments._program import UserError
 from experiments._serve_app import Service, ServiceLimits
 from experiments._serve_metrics import ServiceMetrics
-from experiments._serve_queue import Job, QueueFullError, QueueLimits, SamplingQueue
-from jaxdit.encoders import Grid
-from jaxdit.sampling import CancelledError, NonFiniteError, Request, Sample
-from jaxdit.sampling._request import check_request, with_defaults
-
-
-class FakePipeline:
-    def grid(self, request):
-        return Grid(request.frames, request.height // 8, request.width // 8)
-
-
-class FakeEngine:
-    """Paints a picture by its seed; prompts say what shall go wrong."""
-
-    def __init__(self):
-        self.pipeline = FakePipeline()
-        self.batches = []
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def checked(self, requests):
-        found = [with_defaults(request, steps=4, guidance=3.5) for request in requests]
-        for request in found:
-            check_request(request, unit=8, most_pixels=1 << 20, channels=3)
-        return found
-
-    def generate(self, requests, *, progress=None):
-        self.batches.append(list(requests))
-        for step in range(4):
-            while not self.gate.wait(0.01):
-                if progress(step, 4):
-                    raise CancelledError("stopped")
-            if progress(step + 1, 4):
-                raise CancelledError("stopped")
-        if any(request.prompt == "crash" for request in requests):
-            raise RuntimeError("out of memory")
-        return [self._sample(request) for request in requests]
-
-    def _sample(self, request):
-        if request.prompt == "nan":
-            return Sample(request, None, NonFiniteError("latents became NaN at step 2 of 4"), {})
-        shape = request.frames, request.height, request.width, 3
-        frames = np.full(shape, request.seed % 256, np.uint8)
-        frames += np.arange(request.frames, dtype=np.uint8)[:, None, None, None]
-        return Sample(request, frames, None, {"prompt": request.prompt, "seed": request.seed})
+from experiments._serve_queue import EndingError, Job, QueueLimits, SamplingQueue
+from experiments._serve_run import bound_socket
+from jaxdit.sampling import CancelledError, Request
+from tests.experiments._program_cases import run
+from tests.experiments._serve_cases import FakeEngine
 
 
 @pytest.fixture
@@ -202,7 +169,7 @@ def test_batches_are_of_one_number_of_steps_and_fit():
         job.done.result(timeout=10)
     assert [[request.steps for request in batch] for batch in engine.batches] == [[4], [4, 4], [9]]
     queue.close(10)
-    with pytest.raises(QueueFullError):
+    with pytest.raises(EndingError):
         queue.put([Job(requests[0], 1)])
 
 
@@ -247,3 +214,125 @@ def test_many_clients_and_none_is_lost(made):
     assert 'jaxdit_responses_total{code="200"} 60.0' in text
     assert "jaxdit_waiting 0.0" in text
     assert "jaxdit_pictures_total 60.0" in text
+
+
+def busy_queue(engine):
+    """A queue whose engine is at its first job, and two more that wait."""
+    engine.gate.clear()
+    queue = SamplingQueue(engine, QueueLimits(8, 1, 64, 0.01), ServiceMetrics())
+    jobs = [Job(Request("a", 8, 8, steps=4), 1) for _ in range(3)]
+    queue.put(jobs)
+    while not engine.batches:
+        time.sleep(0.01)
+    return queue, jobs
+
+
+def test_closing_answers_what_runs_and_refuses_what_waits():
+    engine = FakeEngine()
+    queue, jobs = busy_queue(engine)
+    threading.Timer(0.2, engine.gate.set).start()
+    assert queue.close(10)
+    assert jobs[0].done.result(timeout=0).error is None
+    for job in jobs[1:]:
+        with pytest.raises(EndingError, match="the server ends"):
+            job.done.result(timeout=0)
+    assert not queue.is_alive
+
+
+def test_closing_stops_a_batch_that_takes_longer():
+    engine = FakeEngine()
+    queue, jobs = busy_queue(engine)
+    started = time.monotonic()
+    assert queue.close(0.2)
+    assert time.monotonic() - started < 5
+    with pytest.raises(EndingError):
+        jobs[0].done.result(timeout=0)
+
+
+def test_closing_leaves_a_batch_behind_that_does_not_stop(monkeypatch):
+    monkeypatch.setattr("experiments._serve_queue._STOP_S", 0.2)
+    engine = FakeEngine(is_deaf=True)
+    queue, jobs = busy_queue(engine)
+    assert not queue.close(0.1)
+    with pytest.raises(EndingError):
+        jobs[0].done.result(timeout=0)
+    engine.gate.set()  # its samples come too late, and are dropped
+    queue._thread.join(10)
+    assert not queue._thread.is_alive()
+
+
+def served(*args):
+    """A service with a fake engine in a process of its own, and its address."""
+    command = [sys.executable, "-m", "tests.experiments.serve_worker", *args]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if "serving tiny on" in line:
+            return process, line.split()[-1]
+    raise AssertionError(f"the service ended with {process.wait()}")
+
+
+def ended(process, number):
+    """Exit code after a signal, and seconds that it took."""
+    started = time.monotonic()
+    process.send_signal(number)
+    try:
+        return process.wait(timeout=30), time.monotonic() - started
+    finally:
+        process.kill()
+        process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("args", "first", "most_s"),
+    [
+        # Evaluations take 0.4 s, of which there are 4.
+        pytest.param(["--grace", "10"], 200, 8, id="the batch ends"),
+        pytest.param(["--grace", "0.1"], 503, 6, id="the batch is stopped"),
+        pytest.param(["--grace", "0.1", "--deaf"], 503, 12, id="the batch does not stop"),
+    ],
+)
+def test_sigterm_answers_every_request_and_ends_well(args, first, most_s):
+    process, url = served(*args)
+    post = partial(httpx.post, f"{url}/v1/images/generations", json={"prompt": "a cat"}, timeout=30)
+    with ThreadPoolExecutor(3) as pool:
+        running = pool.submit(post)
+        metrics = lambda: httpx.get(f"{url}/metrics").text  # noqa: E731
+        while "jaxdit_running 1.0" not in metrics():
+            time.sleep(0.02)
+        waiting = [pool.submit(post) for _ in range(2)]
+        while "jaxdit_waiting 2.0" not in metrics():
+            time.sleep(0.02)
+        code, seconds = ended(process, signal.SIGTERM)
+        assert running.result().status_code == first
+        for answer in waiting:
+            assert answer.result().status_code == 503
+            assert "the server ends" in answer.result().json()["error"]["message"]
+            assert answer.result().headers["retry-after"] == "5"
+    assert code == 0
+    assert seconds < most_s
+
+
+def test_sigint_ends_an_idle_service():
+    process, url = served()
+    assert httpx.get(f"{url}/health").status_code == 200
+    code, seconds = ended(process, signal.SIGINT)
+    assert code == 0
+    assert seconds < 5
+
+
+def test_addresses_that_cannot_be_listened_at():
+    taken = bound_socket("127.0.0.1", 0)
+    with taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"--host 127.0.0.1 --port {port} cannot be listened at"):
+            bound_socket("127.0.0.1", port)
+    with pytest.raises(UserError, match="cannot be listened at"):
+        bound_socket("no.such.host.invalid", 0)
+    with pytest.raises(UserError, match=r"--port must be in 0 \.\. 65535; got 65536"):
+        bound_socket("127.0.0.1", 1 << 16)
+
+
+def test_grace_is_a_time(capfd):
+    assert run(serve.main, "--model", "x", "--grace", "-1") == 2
+    assert "--grace must be seconds, at least 0" in capfd.readouterr().err

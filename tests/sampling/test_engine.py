@@ -1,6 +1,6 @@
 """The engine: the same pictures on any devices and in any batch, few programs, failures that stay alone."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import jax
@@ -21,8 +21,10 @@ from jaxdit.sampling import (
     TextDenoiser,
 )
 from jaxdit.sampling._buckets import CanvasBuckets, SizeBuckets
+from jaxdit.sampling._plan import batch_shape
 from jaxdit.sampling._request import with_defaults
 from jaxdit.schedulers import FlowTimes, Scheduler, heun
+from solver import H100_MACHINE, Topology, sequence_plans
 from tests.sampling.sampling_cases import CHANNELS, POOLED, TEXT_CHANNELS, dit, mmdit
 
 TEXT = 8
@@ -225,3 +227,62 @@ def test_sizes_that_rise_or_fall_need_as_many_more_as_they_double(sizes):
         assert size <= buckets.fit(size) <= 20_096
     assert len(buckets.sizes) <= 2 + 8
     assert SizeBuckets(1, 20_000).fit(12_000) == 20_096
+
+
+def test_a_plan_may_be_chosen():
+    seen = []
+
+    def ring(plans):
+        seen.append(plans)
+        return next(plan for plan in plans if plan.algorithm == "ring")
+
+    engine = Engine(TinyPipeline(), jax.devices()[:2], choose=ring)
+    (found,) = latents(engine, REQUESTS[:1])
+    for request in (*REQUESTS[:1], Request("a dog", 5, 4)):
+        assert "ring" in engine._planner.plan(shape_of(engine, request)).text
+    assert len(seen) == 1  # both run in one program
+    assert [plan.layer_s for plan in seen[0]] == sorted(plan.layer_s for plan in seen[0])
+    (right,) = latents(Engine(TinyPipeline(), jax.devices()[:2]), REQUESTS[:1])
+    np.testing.assert_allclose(found, right, atol=1e-4 * np.abs(right).max(), rtol=0)
+
+
+def shape_of(engine, request):
+    grid = engine.pipeline.grid(request)
+    return batch_shape([grid.t * grid.h * grid.w], np.full((2, 1), TEXT), TEXT)
+
+
+@pytest.mark.parametrize(
+    ("choose", "error", "part"),
+    [
+        (lambda plans: "ring", TypeError, "must return a SequenceParallelPlan; got a str"),
+        (lambda plans: sequence_plans(Topology(1, 4), 4, 8, 20)[0], ValueError, "got one for 1 x 4"),
+        (lambda plans: sequence_plans(Topology(1, 2), 4, 8, 20)[0], ValueError, "2 branches of guidance"),
+    ],
+)
+def test_plans_that_are_for_something_else_are_refused(choose, error, part):
+    engine = Engine(TinyPipeline(), jax.devices()[:2], choose=choose)
+    with pytest.raises(error, match=part):
+        engine.generate(REQUESTS[:1])
+
+
+def test_plans_have_no_puts_and_gets():
+    seen = []
+    hardware = replace(H100_MACHINE, one_sided=True)
+    choose = lambda plans: seen.extend(plans) or plans[0]  # noqa: E731
+    engine = Engine(
+        TinyPipeline(), jax.devices()[:4], devices_per_machine=2, hardware=hardware, choose=choose
+    )
+    engine._planner.plan(shape_of(engine, REQUESTS[0]))
+    assert seen
+    assert not any(plan.one_sided for plan in seen)
+
+
+def test_a_program_tells_of_itself_and_is_compiled_once(caplog):
+    engine = Engine(TinyPipeline(), jax.devices()[:2])
+    compiled = engine.compiled(REQUESTS[:1])
+    assert compiled.memory_analysis().temp_size_in_bytes > 0
+    assert "all-to-all" in compiled.as_text()
+    with jax.log_compiles():
+        engine.generate(REQUESTS[:1])
+    assert "jit(device_home)" in caplog.text
+    assert "jit(device_evaluation)" not in caplog.text
