@@ -194,7 +194,7 @@ class BatchPlanner:
         return StepLayout(plan, _BLOCK)
 
 
-def _check_chosen(plan: SequenceParallelPlan, topology: Topology, branches: int) -> None:
+def _check_chosen(plan: Any, topology: Topology, branches: int) -> None:
     """Refuse a plan for other devices or branches.
 
     Raises:
