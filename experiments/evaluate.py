@@ -25,6 +25,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=seed, default=1)
     parser.add_argument("--grid", type=Path, help="also write the samples as a PNG")
     parser.add_argument("--devices", type=int, help="number of devices (default: as the run was trained on)")
+    parser.add_argument(
+        "--step-cache", type=float, metavar="THRESHOLD", help="sample with a step cache, to see what it costs"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="NAME.PARAMETER=VALUE", dest="bindings")
     return parser
 
@@ -37,9 +40,9 @@ def main(argv: Sequence[str]) -> int:
 
     from experiments._digits import DigitClassifier
     from experiments._disk import writing
+    from experiments._engine import generate, step_cache
     from experiments._figures import SheetStyle, save_grid
-    from experiments._sampling import PictureSampler, check_requests, parse_size
-    from experiments._workdir import load_run
+    from experiments._sampling import RunPipeline, open_run_engine, parse_size
     from experiments.data import DIGIT_SIZES, DIGIT_WORDS
     from jaxdit.sampling import Request
 
@@ -53,14 +56,19 @@ def main(argv: Sequence[str]) -> int:
         Request(f"a handwritten {DIGIT_WORDS[label]}", height, width, seed=args.seed, number=i)
         for i, (label, (_, height, width)) in enumerate(zip(labels, chosen, strict=True))
     ]
-    opened = load_run(
-        args.workdir, args.bindings, args.devices, check=lambda run: check_requests(requests, run)
+    engine = open_run_engine(
+        args.workdir,
+        requests,
+        RunPipeline,
+        bindings=args.bindings,
+        devices=args.devices,
+        step_cache=step_cache(args),
     )
-    drawn = PictureSampler(opened.run)(opened.params, requests)
-    pictures = [frames[0] for frames in drawn if frames is not None]
+    samples = generate(engine, requests)
+    pictures = [made.frames[0] for made in samples if made.frames is not None]
     if len(pictures) < len(requests):
         raise UserError(
-            f"{len(requests) - len(pictures)} of {len(requests)} pictures became NaN or infinite; warnings say when."
+            f"{len(requests) - len(pictures)} of {len(requests)} pictures became NaN or infinite."
             " Evaluate an earlier checkpoint, or train at a lower learning rate."
         )
     classifier = DigitClassifier()
@@ -77,11 +85,13 @@ def main(argv: Sequence[str]) -> int:
     result = {
         "recognised": float(correct.mean()),
         "samples": NUM_SAMPLES,
-        "step": opened.step,
+        "step": samples[0].about.get("step"),
         "classifier_accuracy": classifier.held_out_accuracy(),
         "recognised_by_digit": [float(correct[labels == digit].mean()) for digit in range(10)],
         "recognised_by_size": by_size,
     }
+    if args.step_cache is not None:
+        result["skipped"] = samples[0].about["skipped"]
     write_report(json.dumps(result) + "\n")
     return 0
 

@@ -11,6 +11,8 @@ from typing import Any
 from experiments._options import add_engine_options, add_process_options, process_options
 from experiments._program import UserError, log_to_stderr, run_program, seed
 
+_SIZED = re.compile(r"(?P<prompt>.*)\|\s*(?P<size>(\d+x)?\d+x\d+)\s*", re.DOTALL)
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m experiments.sample", description=__doc__.splitlines()[0])
@@ -19,7 +21,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     source.add_argument("--workdir", type=Path, help="folder of a run of experiments.train")
     source.add_argument("--model", type=Path, help="folder of a pipeline in diffusers' layout: FLUX.1 or DiT")
-    parser.add_argument("--prompt", action="append", default=[], help="caption (repeat for several pictures)")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        help="caption (repeat for several); '| HEIGHTxWIDTH' or '| FRAMESxHEIGHTxWIDTH' at its end is a size",
+    )
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="captions, one a line")
     parser.add_argument(
         "--size", default=None, help="HEIGHTxWIDTH in pixels (default: 32x32; what --model was trained for)"
@@ -40,6 +47,10 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="file to write; .gif or .mp4 for a clip (default: in WORKDIR/samples, or samples)",
     )
+    parser.add_argument(
+        "--sheet", type=Path, metavar="FILE", help="also draw all pictures and clips on one sheet, a PNG"
+    )
+    parser.add_argument("--batch", type=int, default=16, help="most pictures sampled at once (default: 16)")
     add_engine_options(parser)
     parser.add_argument(
         "--step-cache-error", action="store_true", help="sample exactly too, and say how far apart they are"
@@ -70,37 +81,50 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("--prompt or --prompts must give a caption.")
     if args.step_cache_error and args.step_cache is None:
         raise UserError("--step-cache-error is of --step-cache, which is missing.")
+    if args.batch < 1:
+        raise UserError(f"--batch is at least 1; got {args.batch}.")
     requests = _requests(args)
-    paths = _paths(args, Path("samples") if args.workdir is None else args.workdir / "samples")
+    paths = _paths(args, requests, Path("samples") if args.workdir is None else args.workdir / "samples")
     from experiments._engine import generate
     from experiments._platform import ProcessSettings
     from experiments._sampling import open_asked_engine
 
     engine = open_asked_engine(args, requests, ProcessSettings(**process_options(args)))
-    failed = 0
-    for path, made in zip(paths, generate(engine, requests), strict=True):
-        if made.frames is None:
-            failed += 1
-            logging.error("%s: %s", path, made.error)
-            continue
-        _write(path, made.frames, {name: str(value) for name, value in made.about.items()})
-    if args.step_cache_error:
-        for path, error in zip(paths, engine.cache_errors(requests), strict=True):
-            logging.info("%s: %s", path, error.text)
-    return int(failed > 0)
+    drawn = []
+    for start in range(0, len(requests), args.batch):
+        here = slice(start, start + args.batch)
+        for path, made in zip(paths[here], generate(engine, requests[here]), strict=True):
+            if made.frames is None:
+                logging.error("%s: %s", path, made.error)
+                continue
+            _write(path, made.frames, {name: str(value) for name, value in made.about.items()})
+            drawn.append(made)
+        if args.step_cache_error:
+            for path, error in zip(paths[here], engine.cache_errors(requests[here]), strict=True):
+                logging.info("%s: %s", path, error.text)
+    if args.sheet is not None and drawn:
+        _write_sheet(args.sheet, drawn)
+    return int(len(drawn) < len(requests))
 
 
 def _requests(args: argparse.Namespace) -> list[Any]:
-    """One for each prompt."""
+    """One for each prompt, of its own size if it names one."""
     from jaxdit.sampling import Request
 
-    height, width = _size(args)
-    return [
-        Request(
+    parts = [_SIZED.fullmatch(prompt) for prompt in args.prompt]
+    if args.size is not None or not all(parts):
+        height, width = _size(args)
+    found = []
+    for number, (prompt, sized) in enumerate(zip(args.prompt, parts, strict=True)):
+        if sized is None:
+            size = args.frames, height, width
+        else:
+            prompt, size = sized["prompt"].rstrip(), _parsed(sized["size"])
+        request = Request(
             prompt,
-            height,
-            width,
-            frames=args.frames,
+            height=size[1],
+            width=size[2],
+            frames=size[0],
             steps=args.steps,
             guidance=args.guidance,
             negative_prompt=args.negative_prompt,
@@ -108,8 +132,14 @@ def _requests(args: argparse.Namespace) -> list[Any]:
             seed=args.seed,
             number=number,
         )
-        for number, prompt in enumerate(args.prompt)
-    ]
+        found.append(request)
+    return found
+
+
+def _parsed(size: str) -> tuple[int, int, int]:
+    from experiments._sampling import parse_size
+
+    return parse_size(size)
 
 
 def _prompts(path: Path | None) -> list[str]:
@@ -131,18 +161,44 @@ def _size(args: argparse.Namespace) -> tuple[int, int]:
     return height, width
 
 
-def _paths(args: argparse.Namespace, folder: Path) -> list[Path]:
-    """A file for each prompt."""
-    suffixes = (".gif", ".mp4") if args.frames > 1 else (".png",)
+def _paths(args: argparse.Namespace, requests: Sequence[Any], folder: Path) -> list[Path]:
+    """A file for each request."""
+    if args.sheet is not None and args.sheet.suffix.lower() != ".png":
+        raise UserError(f"--sheet must end in .png; got {args.sheet}.")
     if args.out is not None:
-        if len(args.prompt) > 1:
+        if len(requests) > 1:
             raise UserError("--out names one file; leave it out for several prompts.")
+        suffixes = _suffixes(requests[0])
         if args.out.suffix.lower() not in suffixes:
             raise UserError(f"--out must end in {' or '.join(suffixes)}; got {args.out}.")
         return [args.out]
-    size = args.size if args.frames == 1 else f"{args.frames}x{args.size}"
-    slugs = [re.sub(r"\W+", "_", prompt.lower()).strip("_")[:60] or "empty" for prompt in args.prompt]
-    return [folder / f"{slug}_{size}_seed{args.seed}_{i}{suffixes[0]}" for i, slug in enumerate(slugs)]
+    return [folder / _name(request) for request in requests]
+
+
+def _suffixes(request: Any) -> tuple[str, ...]:
+    return (".gif", ".mp4") if request.frames > 1 else (".png",)
+
+
+def _name(request: Any) -> str:
+    slug = re.sub(r"\W+", "_", request.prompt.lower()).strip("_")[:60] or "empty"
+    size = f"{request.height}x{request.width}"
+    if request.frames > 1:
+        size = f"{request.frames}x{size}"
+    return f"{slug}_{size}_seed{request.seed}_{request.number}{_suffixes(request)[0]}"
+
+
+def _write_sheet(path: Path, samples: Sequence[Any]) -> None:
+    import jax
+
+    from experiments._disk import writing
+    from experiments._figures import save_grid
+
+    if jax.process_index() != 0:
+        return
+    frames = [made.frames[0] if len(made.frames) == 1 else made.frames for made in samples]
+    with writing(path, "Choose another --sheet."):
+        save_grid(path, frames, [made.request.prompt for made in samples])
+    logging.info("wrote %s", path)
 
 
 def _write(path: Path, picture: Any, about: dict[str, str]) -> None:

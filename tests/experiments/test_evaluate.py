@@ -9,6 +9,7 @@ from PIL import Image
 from experiments import evaluate
 from experiments._digits import DigitClassifier
 from experiments.data import DIGIT_SIZES, draw_digit, handwritten_digits
+from jaxdit.sampling import Sample
 from tests.experiments._program_cases import bindings, programs_shared, run, trained_run
 
 
@@ -45,17 +46,18 @@ def test_real_digits_are_recognised(trained, capfd, monkeypatch):
     """The measure itself: were the samples real held-out digits, nearly all of them would be recognised."""
     held_out = handwritten_digits(held_out=True)
 
-    def real(self, params, requests):
+    def real(engine, requests):
         words = {"zero": 0, "one": 1, "two": 2, "three": 3, "four": 4}
         words |= {"five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9}
         digits = [words[request.prompt.split()[-1]] for request in requests]
         chosen = [np.flatnonzero(held_out.labels == d)[i // 10] for i, d in enumerate(digits)]
-        return [
+        drawn = [
             draw_digit(held_out.images[c], height=r.height, width=r.width)[None]
             for c, r in zip(chosen, requests, strict=True)
         ]
+        return [Sample(r, frames, None, {}) for r, frames in zip(requests, drawn, strict=True)]
 
-    monkeypatch.setattr("experiments._sampling.PictureSampler.__call__", real)
+    monkeypatch.setattr("experiments._engine.generate", real)
     assert run(evaluate.main, "--workdir", trained) == 0
     assert json.loads(capfd.readouterr().out)["recognised"] >= 0.95
 

@@ -1,6 +1,7 @@
 """Pictures and clips from a trained run: any batch, any devices, the same picture."""
 
 import dataclasses
+import json
 import os
 import shutil
 
@@ -83,6 +84,24 @@ def test_several_prompts_in_one_batch_without_the_data(trained, tmp_path, monkey
     ]
 
 
+def test_prompts_of_sizes_of_their_own_and_a_sheet_of_all(trained, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a seven | 16x24\na | b\nrabbits | 2x8x16 \n")
+    sheet = tmp_path / "sheet.png"
+    shutil.copytree(trained, tmp_path / "run")
+    arguments = ["--prompts", prompts, "--size", "8x8", "--sheet", sheet, "--batch", 2]
+    assert draw(tmp_path / "run", *arguments, *bindings(sampler__num_steps=1)) == 0
+    assert sorted(path.name for path in (tmp_path / "run" / "samples").iterdir() if "seed" in path.name) == [
+        "a_b_8x8_seed0_1.png",
+        "a_seven_16x24_seed0_0.png",
+        "rabbits_2x8x16_seed0_2.gif",
+    ]
+    with Image.open(sheet) as picture:
+        assert json.loads(picture.text["captions"]) == ["a seven", "a | b", "rabbits"]
+    with Image.open(tmp_path / "run" / "samples" / "rabbits_2x8x16_seed0_2.gif") as clip:
+        assert json.loads(clip.info["comment"])["prompt"] == "rabbits"
+
+
 def test_nothing_but_an_empty_prompt(trained, tmp_path):
     arguments = ["--prompt", "", "--size", "16x24", *bindings(sampler__num_steps=1)]
     assert draw(trained, *arguments, "--out", tmp_path / "a.png") == 0
@@ -93,7 +112,9 @@ def test_clips(trained, tmp_path):
         out = tmp_path / name
         assert draw(trained, "--prompt", "a rabbit", "--size", "16x24", "--frames", 3, "--out", out) == 0
         with av.open(str(out)) as container:
+            about = container.metadata.get("comment", "{}")
             frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        assert name.endswith("gif") or json.loads(about)["prompt"] == "a rabbit"
         assert [frame.shape for frame in frames] == [(16, 24, 3)] * 3
 
 
