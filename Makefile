@@ -16,7 +16,7 @@ ARGS ?=
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup setup-dev train sample evaluate test test-all lint parity bench bench-links bench-torch wheel aot setup-aot clean
+.PHONY: setup setup-dev train sample evaluate test test-all lint parity bench bench-links bench-sampling bench-torch wheel aot setup-aot clean
 
 setup: $(VENV)/.installed-$(EXTRA)
 setup-dev: $(VENV)/.installed-dev
@@ -65,6 +65,10 @@ bench: setup-dev
 # Attention over emulated machines with slow links: needs root and iproute2.
 bench-links: setup-dev
 	$(BIN)/python -m experiments.bench_links $(ARGS)
+
+# The engine's algorithms, and the service under load.
+bench-sampling: setup-dev
+	$(BIN)/python -m experiments.bench_sampling $(ARGS)
 
 setup-aot:
 	$(MAKE) VENV=$(VENV_AOT) $(VENV_AOT)/.installed-aot

@@ -19,6 +19,7 @@ from ..encoders import Grid
 from ..schedulers import SamplerState, SamplingTable
 from ._buckets import SizeBuckets
 from ._denoiser import Conditions
+from ._packed_layout import PackedLayout
 from ._pipeline import Pipeline
 from ._plan import BatchPlan, BatchPlanner, BatchShape, SequenceChooser, fastest_plan
 from ._program import (
@@ -190,6 +191,7 @@ class Engine:
         layout, backbone = plan.layout, self.pipeline.backbone
         key = layout, tuple(plan.compiler_options.items()), step_cache
         if key not in self._programs:
+            self._forget_outgrown(layout)
             options = {**self._options, **plan.compiler_options}
             self._programs[key] = Programs(
                 *map(
@@ -202,6 +204,14 @@ class Engine:
                 )
             )
         return self._programs[key]
+
+    def _forget_outgrown(self, layout: Layout) -> None:
+        """Drop programs whose packed layout has been replaced by a larger one: they would not run again."""
+        if isinstance(layout, PackedLayout):
+            size = layout.requests, layout.branches
+            for key in [key for key in self._programs if isinstance(key[0], PackedLayout)]:
+                if (key[0].requests, key[0].branches) == size and key[0] != layout:
+                    del self._programs[key]
 
     def _together(self, program: Any) -> Any:
         return program if self._compile_together is None else _Together(program, self._compile_together)

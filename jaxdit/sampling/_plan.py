@@ -1,8 +1,9 @@
 """How a batch is laid over the devices: a sequence-parallel plan for one request, a balanced one for several."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -34,8 +35,11 @@ from ._sequence_layout import SequenceLayout
 # Linear layers reach about so much of what attention does, as `solver.balance` takes it by default.
 _GAMMA = 0.4
 _BLOCK = 128
-# Programs for packed batches are made for so many times what the batch at hand needs.
+# Programs for packed batches are made for so many times the image tokens of the batch at hand, and of so many batches
+# drawn from the requests so far, of which as many are remembered: few are too small for what comes.
 _HEADROOM = 1.4
+_DRAWN = 24
+_REMEMBERED = 256
 
 
 SequenceChooser = Callable[[Sequence[SequenceParallelPlan]], SequenceParallelPlan]
@@ -107,6 +111,7 @@ class BatchPlanner:
     padded: bool = True
     chosen: dict[tuple[int, int, int], SequenceParallelPlan] = field(default_factory=dict)
     capacities: dict[tuple[int, int], StepCapacity] = field(default_factory=dict)
+    seen: deque[tuple[int, int]] = field(default_factory=partial(deque, maxlen=_REMEMBERED))
     meshes: dict[Any, Mesh] = field(default_factory=dict)
 
     @property
@@ -164,15 +169,24 @@ class BatchPlanner:
         requests = 1 << (len(shape.image) - 1).bit_length()
         steps = self._steps(shape, requests, 1.0)
         key = requests, shape.branches
+        self.seen.extend(zip(shape.image.tolist(), shape.text.max(0).tolist(), strict=True))
         needs, have = step_needs(steps, padded=self.padded), self.capacities.get(key)
         if have is None or not have.fits(needs):
-            more = step_needs(self._steps(shape, requests, _HEADROOM), padded=self.padded)
-            have = capacity_for([needs, more], at_least=have)
+            have = capacity_for([needs, *self._likely(shape, requests)], at_least=have)
             self.capacities[key] = have
         layout = PackedLayout(mesh, have, requests, shape.branches)
         process = jax.process_index()
         local = [i for i, device in enumerate(mesh.devices.flat) if device.process_index == process]
         return BatchPlan(layout, layout.tables(steps, local), {}, _text_of_packed(steps, shape))
+
+    def _likely(self, shape: BatchShape, requests: int) -> list[StepCapacity]:
+        """What larger batches like this one need, and batches drawn from the requests so far."""
+        rng = np.random.default_rng(len(self.seen))  # the same on every process
+        drawn = np.array(self.seen)[rng.integers(len(self.seen), size=(_DRAWN, requests))]
+        text = np.repeat(drawn[:, None, :, 1], shape.branches, axis=1)
+        likely = [BatchShape(drawn[i, :, 0], text[i], shape.most_text) for i in range(_DRAWN)]
+        layouts = [self._steps(each, requests, _HEADROOM) for each in (shape, *likely)]
+        return [step_needs(layout, padded=self.padded) for layout in layouts]
 
     def _steps(self, shape: BatchShape, requests: int, factor: float) -> StepLayout:
         """A balanced plan of all branches' sequences, of so many times the image tokens."""
