@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments._simulate_latency import latency_rows, planned_rows
 from solver import (
     A100_MACHINE,
     H100_MACHINE,
@@ -23,7 +24,7 @@ from solver import (
     sequence_plans,
 )
 
-SCHEMA = 1
+SCHEMA = 2
 DEVICES_PER_MACHINE = 8
 # How far a modelled speed-up may be from the published one, of the published one.
 TOLERANCE = 0.15
@@ -195,6 +196,8 @@ def build_sampling_report() -> dict[str, Any]:
         ],
         "plans": [row for rows in planned for row in rows],
         "summary": [_summary(rows) for rows in planned],
+        "latencies": latency_rows(),
+        "planned_latencies": planned_rows(),
     }
 
 

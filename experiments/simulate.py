@@ -39,7 +39,9 @@ def _parser() -> argparse.ArgumentParser:
         "--text", action="store_true", help="balance text and image tokens apart, as training does"
     )
     data.add_argument(
-        "--sampling", action="store_true", help="sampling on several machines; with --json and --figure alone"
+        "--sampling",
+        action="store_true",
+        help="sampling on several machines; with --json, --figure and --latencies alone",
     )
     plans = parser.add_argument_group("plans")
     plans.add_argument(
@@ -68,6 +70,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     out.add_argument(
         "--plot", type=Path, metavar="PATH", help="the plan of the first batch, .svg, .png or .html"
+    )
+    out.add_argument(
+        "--latencies",
+        type=Path,
+        metavar="PATH",
+        help="with --sampling: published and modelled latencies, .svg or .png",
     )
     return parser
 
@@ -108,8 +116,10 @@ def main(argv: Sequence[str]) -> int:
 def _sampling(args: argparse.Namespace) -> int:
     """Report on sampling; its workloads and GPUs are the published ones, so that other options have no meaning."""
     for name, default in vars(_parser().parse_args([])).items():
-        if name not in ("sampling", "json", "figure") and getattr(args, name) != default:
-            raise UserError(f"--sampling takes --json and --figure alone; got --{name} too. Leave one out.")
+        if name not in ("sampling", "json", "figure", "latencies") and getattr(args, name) != default:
+            raise UserError(
+                f"--sampling takes --json, --figure and --latencies alone; got --{name} too. Leave one out."
+            )
     from experiments._simulate_sampling import FIGURE_HARDWARE, FIGURE_WORKLOAD, build_sampling_report
     from experiments._simulate_sampling_text import sampling_markdown
 
@@ -118,6 +128,10 @@ def _sampling(args: argparse.Namespace) -> int:
         from experiments._simulate_timeline_figure import save_timelines
 
         save_timelines(args.figure, FIGURE_WORKLOAD, FIGURE_HARDWARE)
+    if args.latencies is not None:
+        from experiments._simulate_latency_figure import save_latencies
+
+        save_latencies(args.latencies, report)
     sys.stdout.write(json.dumps(report, indent=1) + "\n" if args.json else sampling_markdown(report))
     return 0
 
@@ -129,6 +143,7 @@ def _check_output(args: argparse.Namespace) -> None:
     for option, path, kinds in (
         ("--figure", args.figure, (".svg", ".png")),
         ("--plot", args.plot, (".svg", ".png", ".html")),
+        ("--latencies", args.latencies, (".svg", ".png")),
     ):
         if path is None:
             continue

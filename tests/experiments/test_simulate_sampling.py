@@ -4,6 +4,7 @@ import json
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -106,11 +107,31 @@ def test_the_program_prints_tables_and_draws(capsys, tmp_path):
         assert min(picture.size) > 200
     assert run(simulate.main, "--sampling", "--json", "--figure", tmp_path / "layer.svg") == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["schema"], found["modelled"], len(found["published"])) == (1, True, 15)
+    assert (found["schema"], found["modelled"], len(found["published"])) == (2, True, 15)
     ET.parse(tmp_path / "layer.svg")
 
 
 @pytest.mark.parametrize("given", [("--mix", "joint"), ("--devices", 8), ("--gpu", "a100"), ("--text",)])
 def test_other_options_are_refused(capsys, given):
     assert run(simulate.main, "--sampling", *given) == 2
-    assert f"--sampling takes --json and --figure alone; got {given[0]}" in capsys.readouterr().err
+    assert (
+        f"--sampling takes --json, --figure and --latencies alone; got {given[0]}" in capsys.readouterr().err
+    )
+
+
+def test_latencies_are_near_what_is_published(report, tmp_path):
+    """Whole pictures of 28 steps on H100, of which the layers are most; and the planner never after USP."""
+    dev = [row for row in report["latencies"] if row["model"].startswith("dev")]
+    assert len(dev) == 6
+    for row in dev:
+        assert 0.7 < row["modelled_s"] / row["published_s"] < 1.15
+    fastest = min(dev, key=lambda row: row["published_s"])
+    assert fastest["modelled_s"] == pytest.approx(min(row["modelled_s"] for row in dev))
+    for row in report["planned_latencies"]:
+        assert row["seconds"] <= row["usp_seconds"]
+    by_machines = [
+        [row["seconds"] for row in report["planned_latencies"] if row["machines"] == n] for n in (1, 2, 4)
+    ]
+    assert np.all(np.diff(by_machines, axis=0) < 0)
+    assert run(simulate.main, "--sampling", "--latencies", tmp_path / "all.svg") == 0
+    assert (tmp_path / "all.svg").stat().st_size > 10_000
