@@ -1,6 +1,9 @@
 """What a benchmark reports: sections of docs/benchmarks.md, between markers so that each is written on its own."""
 
+import argparse
+import dataclasses
 import datetime
+import json
 import os
 import platform
 import re
@@ -12,6 +15,9 @@ from statistics import median
 from typing import Any
 
 import jax
+
+from experiments._disk import check_file_writable
+from experiments._program import write_report
 
 _TITLE = """# Benchmarks
 
@@ -111,6 +117,41 @@ class Times:
     def text(self, unit_s: float = 1.0, digits: int = 2) -> str:
         """Median (minimum), in the unit."""
         return f"{self.middle / unit_s:.{digits}f} ({self.least / unit_s:.{digits}f})"
+
+
+class Report:
+    """Sections as they are measured: printed, put into a document, and at the end written as JSON.
+
+    Args:
+        args: of `add_report_options`.
+
+    Raises:
+        UserError: for files that cannot be written.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        checkout = Path(__file__).parents[1]
+        self._out: Path | None = args.out
+        if args.out is None and not args.quick:
+            self._out = checkout / "docs" / "benchmarks.md"
+        self._json: Path | None = args.json
+        check_file_writable(self._out, option="--out")
+        check_file_writable(self._json, option="--json")
+        self._conditions = Conditions.now()  # before the load is our own
+        self._figures: dict[str, Any] = {}
+
+    def add(self, section: Section, command: str, devices: str) -> None:
+        """A section, the command that measures it, and on what it was measured."""
+        text = f"## {section.title}\n\n{section.body}\n\n{self._conditions.line(command, devices)}"
+        self._figures[section.name] = {**section.figures, "conditions": dataclasses.asdict(self._conditions)}
+        write_report(text + "\n\n")
+        if self._out is not None:
+            write_section(self._out, section.name, text)
+
+    def close(self) -> None:
+        """Write the figures of all sections."""
+        if self._json is not None:
+            self._json.write_text(json.dumps(self._figures, indent=1) + "\n")
 
 
 def write_section(path: Path, name: str, text: str) -> None:

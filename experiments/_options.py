@@ -64,3 +64,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="THRESHOLD",
         help="skip blocks while their input changes by less: faster, not exact (0.25 to 0.8 for FLUX.1)",
     )
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    """Where a benchmark's report goes, and whether it only shows that it works."""
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes, to see that it works; writes no document"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
+    parser.add_argument(
+        "--out", type=Path, help="document to write (default: docs/benchmarks.md of the checkout)"
+    )

@@ -4,15 +4,13 @@ Runs on 8 virtual CPU devices, writes each section of docs/benchmarks.md and pri
 """
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from experiments._program import UserError, log_to_stderr, run_program, write_report
+from experiments._options import add_report_options
+from experiments._program import UserError, log_to_stderr, run_program
 
 _LOG = logging.getLogger(__name__)
 
@@ -30,13 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     summary = str(__doc__).splitlines()[2]
     parser = argparse.ArgumentParser(prog="python -m experiments.bench", description=summary)
     parser.add_argument("--only", help=f"comma-separated sections, of {', '.join(SECTIONS)}; all by default")
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny sizes, to see that it works; writes no document"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
-    parser.add_argument(
-        "--out", type=Path, help="document to write (default: docs/benchmarks.md of the checkout)"
-    )
+    add_report_options(parser)
     return parser
 
 
@@ -50,27 +42,18 @@ def main(argv: Sequence[str]) -> int:
 
     _use_cpu()
     prepare_platform(NUM_DEVICES, ProcessSettings())
-    from experiments._bench_batches import CHECKOUT, recorded_steps
-    from experiments._bench_report import Conditions, write_section
-    from experiments._disk import check_file_writable
+    from experiments._bench_batches import recorded_steps
+    from experiments._bench_report import Report
 
     recorded_steps("joint")  # a missing file is told before minutes of work
-    out = args.out if args.out is not None or args.quick else CHECKOUT / "docs" / "benchmarks.md"
-    check_file_writable(out, option="--out")
-    check_file_writable(args.json, option="--json")
-    conditions = Conditions.now()  # before the load is our own
-    figures: dict[str, Any] = {}
+    report = Report(args)
     for name in names:
         _LOG.info("%s ...", name)
         section = _runner(name)(quick=args.quick)
-        command = f"python -m experiments.bench --only {name}{' --quick' * args.quick}"
-        text = f"## {section.title}\n\n{section.body}\n\n{conditions.line(command, SECTIONS[name])}"
-        figures[name] = {**section.figures, "conditions": asdict(conditions)}
-        write_report(text + "\n\n")
-        if out is not None:
-            write_section(out, name, text)
-    if args.json is not None:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+        report.add(
+            section, f"python -m experiments.bench --only {name}{' --quick' * args.quick}", SECTIONS[name]
+        )
+    report.close()
     return 0
 
 

@@ -11,9 +11,9 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from experiments._bench_links_network import check_privileges
+from experiments._options import add_report_options
 from experiments._program import UserError, log_to_stderr, run_program, write_report
 
 MACHINES, RATES, ROUNDS = "2x1,2x2,4x1,4x2", "50,100,200", 3
@@ -35,13 +35,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="a limit for each direction of a link, instead of twice the rate for both together",
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny sizes, to see that it works; writes no document"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
-    parser.add_argument(
-        "--out", type=Path, help="document to write (default: docs/benchmarks.md of the checkout)"
-    )
+    add_report_options(parser)
     return parser
 
 

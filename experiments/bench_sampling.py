@@ -5,15 +5,13 @@ Writes sections of docs/benchmarks.md.
 """
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from experiments._program import UserError, log_to_stderr, run_program, write_report
+from experiments._options import add_report_options
+from experiments._program import UserError, log_to_stderr, run_program
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,13 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", choices=list(SECTIONS), help="one of the sections; both by default")
     parser.add_argument("--requests", type=int, default=200, help="to the service (default: 200)")
     parser.add_argument("--clients", type=int, default=16, help="that send at a time (default: 16)")
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny sizes, to see that it works; writes no document"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
-    parser.add_argument(
-        "--out", type=Path, help="document to write (default: docs/benchmarks.md of the checkout)"
-    )
+    add_report_options(parser)
     return parser
 
 
@@ -52,26 +44,14 @@ def main(argv: Sequence[str]) -> int:
 
     jax.config.update("jax_platforms", "cpu")
     prepare_platform(NUM_DEVICES, ProcessSettings())
-    from experiments._bench_batches import CHECKOUT
-    from experiments._bench_report import Conditions, write_section
-    from experiments._disk import check_file_writable
+    from experiments._bench_report import Report
 
-    out = args.out if args.out is not None or args.quick else CHECKOUT / "docs" / "benchmarks.md"
-    check_file_writable(out, option="--out")
-    check_file_writable(args.json, option="--json")
-    conditions = Conditions.now()  # before the load is our own
-    figures: dict[str, Any] = {}
+    report = Report(args)
     for name in SECTIONS if args.only is None else [args.only]:
         _LOG.info("%s ...", name)
         section, options = _measured(name, args)
-        command = f"python -m experiments.bench_sampling --only {name}{options}"
-        text = f"## {section.title}\n\n{section.body}\n\n{conditions.line(command, SECTIONS[name])}"
-        figures[name] = {**section.figures, "conditions": asdict(conditions)}
-        write_report(text + "\n\n")
-        if out is not None:
-            write_section(out, name, text)
-    if args.json is not None:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+        report.add(section, f"python -m experiments.bench_sampling --only {name}{options}", SECTIONS[name])
+    report.close()
     return 0
 
 

@@ -6,26 +6,21 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Float, UInt8
-
-from parallel import sequence_mesh
 
 from ..encoders import AutoencoderKLConfig, Grid
 from ..models import DiT, DiTConfig
-from ..sampling import Backbone, Conditions, LabelDenoiser, Request, check_request, with_defaults
+from ..sampling import Backbone, Conditions, LabelDenoiser, Request, with_defaults
 from ..schedulers import scheduler_from_config
 from ..weights import check_checkpoint
-from ._folder import MOST_SIDE, PipelineFolder, part_config, pipeline_index
+from ._folder import FolderPipeline, PipelineFolder, part_config, pipeline_index
 from ._pictures import PictureDecoder
 
 _STEPS, _GUIDANCE = 50, 4.0
-_MOST_PIXELS = 4096 * 4096
 
 
-class DiTPipeline:
+class DiTPipeline(FolderPipeline):
     """DiT from diffusers' layout; see `Pipeline`. Its prompts are classes, by number or by name.
 
     It was trained on pictures of one size; others are made too, less well.
@@ -60,16 +55,17 @@ class DiTPipeline:
         self.scheduler = scheduler_from_config(path / "scheduler")
         self._classes = _classes(index)
         self._check_parts()
-        devices = list(jax.devices() if devices is None else devices)
-        self.mesh: Mesh = sequence_mesh(
-            devices, ulysses_degree=len(devices), devices_per_machine=devices_per_machine
-        )
         config = self.config
         denoiser = LabelDenoiser(config.channels if config.learn_sigma else None)
         self.backbone = Backbone(self._folder.module(DiT, config, shards), denoiser)
-        self.channels, self.num_heads = config.in_channels, config.num_heads
-        self.head_dim = config.width // config.num_heads
-        self.largest_tokens = _MOST_PIXELS // self.pixels_per_token**2
+        self.num_heads, self.head_dim = config.num_heads, config.width // config.num_heads
+        super().__init__(
+            self._folder,
+            devices,
+            devices_per_machine,
+            pixels_per_token=config.patch_size * self._vae.factor,
+            channels=config.in_channels,
+        )
 
     def _check_parts(self) -> None:
         path = self._folder.path
@@ -80,11 +76,6 @@ class DiTPipeline:
                 f"{path}: the transformer's channels must be the latents', {self._vae.latent_channels}; got"
                 f" {self.config.channels}. Take all parts from one pipeline."
             )
-
-    @property
-    def pixels_per_token(self) -> int:
-        """Along an edge."""
-        return self.config.patch_size * self._vae.factor
 
     @cached_property
     def _decoder(self) -> PictureDecoder:
@@ -97,15 +88,7 @@ class DiTPipeline:
     def checked(self, request: Request) -> Request:
         """See `Pipeline.checked`."""
         request = with_defaults(request, steps=_STEPS, guidance=_GUIDANCE)
-        check_request(
-            request,
-            unit=self.pixels_per_token,
-            most_pixels=_MOST_PIXELS,
-            most_side=MOST_SIDE,
-            channels=self.channels,
-        )
-        if request.frames != 1:
-            raise ValueError(f"frames: this model makes pictures; got frames={request.frames}. Give 1.")
+        self._check_picture(request)
         if request.true_guidance != 1:
             raise ValueError(
                 f"true_guidance: guidance of this model is classifier-free already; got {request.true_guidance}. Set"
@@ -138,11 +121,6 @@ class DiTPipeline:
             )
         return found
 
-    def grid(self, request: Request) -> Grid:
-        """See `Pipeline.grid`."""
-        unit = self.pixels_per_token
-        return Grid(request.frames, request.height // unit, request.width // unit)
-
     def is_guided(self, request: Request) -> bool:
         """See `Pipeline.is_guided`."""
         return request.guidance != 1
@@ -159,17 +137,6 @@ class DiTPipeline:
     def decode(self, rows: Float[np.ndarray, "n c"], grid: Grid) -> UInt8[np.ndarray, "t h w 3"]:
         """See `Pipeline.decode`."""
         return self._decoder(rows, grid, patch=self.config.patch_size, channels_last=True)
-
-    def about(self, request: Request) -> dict[str, Any]:
-        """See `Pipeline.about`."""
-        return {
-            "model": self._folder.path.name,
-            "prompt": request.prompt,
-            "seed": request.seed,
-            "number": request.number,
-            "steps": request.steps,
-            "guidance": request.guidance,
-        }
 
 
 def _classes(index: dict[str, Any]) -> dict[str, int]:

@@ -5,12 +5,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Float, UInt8
-
-from parallel import sequence_mesh
 
 from ..encoders import ClipTextEncoder, Grid, T5Encoder
 from ..models import MMDiT
@@ -19,20 +15,18 @@ from ..sampling import (
     Conditions,
     Request,
     TextDenoiser,
-    check_request,
     with_defaults,
 )
 from ._flux_folder import PATCH, FluxFolder
-from ._folder import MOST_SIDE
+from ._folder import FolderPipeline
 from ._pictures import PictureDecoder
 from ._text_program import TextProgram, clip_pooled, t5_features
 
 _DEV_STEPS, _SCHNELL_STEPS = 28, 4
 _DEV_GUIDANCE = 3.5
-_MOST_PIXELS = 4096 * 4096
 
 
-class FluxPipeline:
+class FluxPipeline(FolderPipeline):
     """FLUX.1 (dev and schnell) from diffusers' layout; see `Pipeline`.
 
     Everything is checked before the first tensor is read; parameters are read when they are first needed, straight into
@@ -68,21 +62,17 @@ class FluxPipeline:
         )
         self.configs, self.text_tokens = self._folder.configs, self._folder.text_tokens
         config = self.configs.transformer
-        devices = list(jax.devices() if devices is None else devices)
-        self.mesh: Mesh = sequence_mesh(
-            devices, ulysses_degree=len(devices), devices_per_machine=devices_per_machine
+        super().__init__(
+            self._folder,
+            devices,
+            devices_per_machine,
+            pixels_per_token=self._folder.pixels_per_token,
+            channels=config.in_channels,
         )
         self._shards = shards
         self.backbone = Backbone(self._folder.module(MMDiT, config, shards), TextDenoiser())
         self.scheduler = self.configs.scheduler
-        self.channels = config.in_channels
         self.num_heads, self.head_dim = config.num_heads, config.head_dim
-        self.largest_tokens = _MOST_PIXELS // self.pixels_per_token**2
-
-    @property
-    def pixels_per_token(self) -> int:
-        """Along an edge."""
-        return self._folder.pixels_per_token
 
     @cached_property
     def _t5(self) -> TextProgram:
@@ -119,24 +109,11 @@ class FluxPipeline:
                 f"guidance: this model has no distilled guidance; got guidance={request.guidance}. Leave it out, or set"
                 " true_guidance for classifier-free guidance."
             )
-        check_request(
-            request,
-            unit=self.pixels_per_token,
-            most_pixels=_MOST_PIXELS,
-            most_side=MOST_SIDE,
-            channels=self.channels,
-        )
-        if request.frames != 1:
-            raise ValueError(f"frames: this model makes pictures; got frames={request.frames}. Give 1.")
+        self._check_picture(request)
         # Texts are tokenised here, so that one that is too long is refused before anything is computed.
         for tokenizer in (self._folder.clip_tokenizer, self._folder.t5_tokenizer):
             tokenizer([request.prompt, request.negative_prompt or ""])
         return request
-
-    def grid(self, request: Request) -> Grid:
-        """See `Pipeline.grid`."""
-        unit = self.pixels_per_token
-        return Grid(request.frames, request.height // unit, request.width // unit)
 
     def is_guided(self, request: Request) -> bool:
         """See `Pipeline.is_guided`."""
@@ -167,14 +144,7 @@ class FluxPipeline:
 
     def about(self, request: Request) -> dict[str, Any]:
         """See `Pipeline.about`."""
-        about = {
-            "model": self._folder.path.name,
-            "prompt": request.prompt,
-            "seed": request.seed,
-            "number": request.number,
-            "steps": request.steps,
-            "guidance": request.guidance,
-        }
+        about = super().about(request)
         if self.is_guided(request):
             about |= {
                 "negative_prompt": request.negative_prompt or "",

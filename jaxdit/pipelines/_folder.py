@@ -6,16 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
-from ..encoders import AutoencoderKL, AutoencoderKLConfig
-from ..sampling import CanvasBuckets, ShardedModule
+from parallel import sequence_mesh
+
+from ..encoders import AutoencoderKL, AutoencoderKLConfig, Grid
+from ..sampling import CanvasBuckets, Request, ShardedModule, check_request
 from ..weights import load_params, read_config
 from ._pictures import PictureDecoder
 
 PIPELINE_FILE = "model_index.json"
 MOST_SIDE = 8192
+MOST_PIXELS = 4096 * 4096
 _DECODER_PROGRAMS = 6
 
 
@@ -112,3 +117,64 @@ class PipelineFolder:
         side = MOST_SIDE // config.factor
         buckets = CanvasBuckets(_DECODER_PROGRAMS, (side, side))
         return PictureDecoder(nnx.merge(nnx.graphdef(weights.module), params), mesh, buckets)
+
+
+class FolderPipeline:
+    """What pipelines of a folder have in common: the mesh of their parts, and pictures of one frame.
+
+    Args:
+        parts: of the pipeline.
+        devices: that hold the parameters; all by default.
+        devices_per_machine: as `parallel.sequence_mesh`.
+        pixels_per_token: along an edge.
+        channels: of a row of latents.
+    """
+
+    def __init__(
+        self,
+        parts: PipelineFolder,
+        devices: Sequence[Any] | None,
+        devices_per_machine: int | None,
+        *,
+        pixels_per_token: int,
+        channels: int,
+    ) -> None:
+        devices = list(jax.devices() if devices is None else devices)
+        self.mesh: Mesh = sequence_mesh(
+            devices, ulysses_degree=len(devices), devices_per_machine=devices_per_machine
+        )
+        self.pixels_per_token, self.channels = pixels_per_token, channels
+        self.largest_tokens = MOST_PIXELS // pixels_per_token**2
+        self._name = parts.path.name
+
+    def grid(self, request: Request) -> Grid:
+        """See `Pipeline.grid`."""
+        unit = self.pixels_per_token
+        return Grid(request.frames, request.height // unit, request.width // unit)
+
+    def about(self, request: Request) -> dict[str, Any]:
+        """See `Pipeline.about`."""
+        return {
+            "model": self._name,
+            "prompt": request.prompt,
+            "seed": request.seed,
+            "number": request.number,
+            "steps": request.steps,
+            "guidance": request.guidance,
+        }
+
+    def _check_picture(self, request: Request) -> None:
+        """Refuse what is no picture of a size that can be made.
+
+        Raises:
+            ValueError: naming the rule, the value and the way out.
+        """
+        check_request(
+            request,
+            unit=self.pixels_per_token,
+            most_pixels=MOST_PIXELS,
+            most_side=MOST_SIDE,
+            channels=self.channels,
+        )
+        if request.frames != 1:
+            raise ValueError(f"frames: this model makes pictures; got frames={request.frames}. Give 1.")
