@@ -102,7 +102,7 @@ class Engine:
 
     @property
     def num_programs(self) -> int:
-        """Programs of the denoiser compiled so far."""
+        """Programs of the denoiser that are at hand."""
         return len(self._programs)
 
     def checked(self, requests: Sequence[Request]) -> list[Request]:
@@ -186,8 +186,10 @@ class Engine:
         return self._params[1]
 
     def programs(self, plan: BatchPlan, step_cache: StepCache | None) -> "Programs":
-        """Those of a layout, made once."""
+        """Those of a layout, made once; those of one that is outgrown are given up, with their memory."""
         layout, backbone = plan.layout, self.pipeline.backbone
+        if plan.outgrown is not None:
+            self._programs = {key: made for key, made in self._programs.items() if key[0] != plan.outgrown}
         key = layout, tuple(plan.compiler_options.items()), step_cache
         if key not in self._programs:
             options = {**self._options, **plan.compiler_options}

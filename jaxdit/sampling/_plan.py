@@ -15,6 +15,7 @@ from solver import (
     H100_MACHINE,
     CostModel,
     Links,
+    RouteCapacity,
     SequenceHardware,
     SequenceParallelPlan,
     StepCapacity,
@@ -34,8 +35,11 @@ from ._sequence_layout import SequenceLayout
 # Linear layers reach about so much of what attention does, as `solver.balance` takes it by default.
 _GAMMA = 0.4
 _BLOCK = 128
-# Programs for packed batches are made for so many times what the batch at hand needs.
+# Programs for packed batches are made for so many times the image tokens of the batch at hand, and all the requests
+# that they have room for.
 _HEADROOM = 1.4
+# Entries of tables of runs: a few integers each.
+_RUNS = 4
 
 
 SequenceChooser = Callable[[Sequence[SequenceParallelPlan]], SequenceParallelPlan]
@@ -56,12 +60,14 @@ class BatchPlan:
         tables: host arrays for this process's devices, or None.
         compiler_options: of the program.
         text: for people.
+        outgrown: a layout in whose place this one is; no batch will have it again.
     """
 
     layout: Layout
     tables: Any
     compiler_options: dict[str, Any]
     text: str
+    outgrown: Layout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +170,18 @@ class BatchPlanner:
         requests = 1 << (len(shape.image) - 1).bit_length()
         steps = self._steps(shape, requests, 1.0)
         key = requests, shape.branches
-        needs, have = step_needs(steps, padded=self.padded), self.capacities.get(key)
-        if have is None or not have.fits(needs):
-            more = step_needs(self._steps(shape, requests, _HEADROOM), padded=self.padded)
-            have = capacity_for([needs, more], at_least=have)
-            self.capacities[key] = have
+        needs, had = step_needs(steps, padded=self.padded), self.capacities.get(key)
+        have = had
+        if had is None or not had.fits(needs):
+            more = step_needs(self._steps(_full(shape, requests), requests, _HEADROOM), padded=self.padded)
+            room = _roomy(capacity_for([needs, more]))
+            have = self.capacities[key] = room if had is None else had.grown(room)
+        assert have is not None
         layout = PackedLayout(mesh, have, requests, shape.branches)
+        outgrown = None if had in (None, have) else replace(layout, capacity=had)
         process = jax.process_index()
         local = [i for i, device in enumerate(mesh.devices.flat) if device.process_index == process]
-        return BatchPlan(layout, layout.tables(steps, local), {}, _text_of_packed(steps, shape))
+        return BatchPlan(layout, layout.tables(steps, local), {}, _text_of_packed(steps, shape), outgrown)
 
     def _steps(self, shape: BatchShape, requests: int, factor: float) -> StepLayout:
         """A balanced plan of all branches' sequences, of so many times the image tokens."""
@@ -227,6 +236,39 @@ def _check_chosen(plan: Any, topology: Topology, branches: int) -> None:
 def _attention(**options: Any) -> Any:
     """`sequence_attention`, one for the same options: it is part of a program's key."""
     return sequence_attention(**options)
+
+
+def _full(shape: BatchShape, requests: int) -> BatchShape:
+    """A batch of so many requests: the missing ones are as the mean, with the longest text."""
+    missing = requests - len(shape.image)
+    image = np.pad(shape.image, (0, missing), constant_values=max(int(shape.image.mean()), 1))
+    text = np.pad(shape.text, ((0, 0), (0, missing)), constant_values=int(shape.text.max()))
+    return replace(shape, image=image, text=text)
+
+
+def _roomy(capacity: StepCapacity) -> StepCapacity:
+    """The capacity with as much room on the routes between home and token layout as any plan needs that fits.
+
+    Rows take these once in an evaluation, and those of attention in every layer: room here costs next to nothing, and a
+    plan that goes other ways than those before no program.
+    """
+    return replace(
+        capacity,
+        text_route=_route_of_any(capacity.text_route, capacity.home_text, capacity.text),
+        image_route=_route_of_any(capacity.image_route, capacity.home_image, capacity.image),
+    )
+
+
+def _route_of_any(route: RouteCapacity, home: int, token: int) -> RouteCapacity:
+    return replace(
+        route,
+        send=home,
+        recv=token,
+        rounds=(min(home, token),) * len(route.rounds),
+        send_runs=_RUNS * route.send_runs,
+        recv_runs=_RUNS * route.recv_runs,
+        stay_runs=_RUNS * route.stay_runs,
+    )
 
 
 def _homes(lengths: np.ndarray, devices: int) -> np.ndarray:
