@@ -19,7 +19,6 @@ from ..encoders import Grid
 from ..schedulers import SamplerState, SamplingTable
 from ._buckets import SizeBuckets
 from ._denoiser import Conditions
-from ._packed_layout import PackedLayout
 from ._pipeline import Pipeline
 from ._plan import BatchPlan, BatchPlanner, BatchShape, SequenceChooser, fastest_plan
 from ._program import (
@@ -103,7 +102,7 @@ class Engine:
 
     @property
     def num_programs(self) -> int:
-        """Programs of the denoiser compiled so far."""
+        """Programs of the denoiser that are at hand."""
         return len(self._programs)
 
     def checked(self, requests: Sequence[Request]) -> list[Request]:
@@ -187,11 +186,12 @@ class Engine:
         return self._params[1]
 
     def programs(self, plan: BatchPlan, step_cache: StepCache | None) -> "Programs":
-        """Those of a layout, made once."""
+        """Those of a layout, made once; those of one that is outgrown are given up, with their memory."""
         layout, backbone = plan.layout, self.pipeline.backbone
+        if plan.outgrown is not None:
+            self._programs = {key: made for key, made in self._programs.items() if key[0] != plan.outgrown}
         key = layout, tuple(plan.compiler_options.items()), step_cache
         if key not in self._programs:
-            self._forget_outgrown(layout)
             options = {**self._options, **plan.compiler_options}
             self._programs[key] = Programs(
                 *map(
@@ -204,14 +204,6 @@ class Engine:
                 )
             )
         return self._programs[key]
-
-    def _forget_outgrown(self, layout: Layout) -> None:
-        """Drop programs whose packed layout has been replaced by a larger one: they would not run again."""
-        if isinstance(layout, PackedLayout):
-            size = layout.requests, layout.branches
-            for key in [key for key in self._programs if isinstance(key[0], PackedLayout)]:
-                if (key[0].requests, key[0].branches) == size and key[0] != layout:
-                    del self._programs[key]
 
     def _together(self, program: Any) -> Any:
         return program if self._compile_together is None else _Together(program, self._compile_together)

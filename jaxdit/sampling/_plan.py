@@ -16,6 +16,7 @@ from solver import (
     H100_MACHINE,
     CostModel,
     Links,
+    RouteCapacity,
     SequenceHardware,
     SequenceParallelPlan,
     StepCapacity,
@@ -40,6 +41,8 @@ _BLOCK = 128
 _HEADROOM = 1.4
 _DRAWN = 24
 _REMEMBERED = 256
+# Entries of tables of runs: a few integers each.
+_RUNS = 4
 
 
 SequenceChooser = Callable[[Sequence[SequenceParallelPlan]], SequenceParallelPlan]
@@ -60,12 +63,14 @@ class BatchPlan:
         tables: host arrays for this process's devices, or None.
         compiler_options: of the program.
         text: for people.
+        outgrown: a layout in whose place this one is; no batch will have it again.
     """
 
     layout: Layout
     tables: Any
     compiler_options: dict[str, Any]
     text: str
+    outgrown: Layout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +175,17 @@ class BatchPlanner:
         steps = self._steps(shape, requests, 1.0)
         key = requests, shape.branches
         self.seen.extend(zip(shape.image.tolist(), shape.text.max(0).tolist(), strict=True))
-        needs, have = step_needs(steps, padded=self.padded), self.capacities.get(key)
-        if have is None or not have.fits(needs):
-            have = capacity_for([needs, *self._likely(shape, requests)], at_least=have)
-            self.capacities[key] = have
+        needs, had = step_needs(steps, padded=self.padded), self.capacities.get(key)
+        have = had
+        if had is None or not had.fits(needs):
+            room = _roomy(capacity_for([needs, *self._likely(_full(shape, requests), requests)]))
+            have = self.capacities[key] = room if had is None else had.grown(room)
+        assert have is not None
         layout = PackedLayout(mesh, have, requests, shape.branches)
+        outgrown = None if had in (None, have) else replace(layout, capacity=had)
         process = jax.process_index()
         local = [i for i, device in enumerate(mesh.devices.flat) if device.process_index == process]
-        return BatchPlan(layout, layout.tables(steps, local), {}, _text_of_packed(steps, shape))
+        return BatchPlan(layout, layout.tables(steps, local), {}, _text_of_packed(steps, shape), outgrown)
 
     def _likely(self, shape: BatchShape, requests: int) -> list[StepCapacity]:
         """What larger batches like this one need, and batches drawn from the requests so far."""
@@ -241,6 +249,39 @@ def _check_chosen(plan: Any, topology: Topology, branches: int) -> None:
 def _attention(**options: Any) -> Any:
     """`sequence_attention`, one for the same options: it is part of a program's key."""
     return sequence_attention(**options)
+
+
+def _full(shape: BatchShape, requests: int) -> BatchShape:
+    """A batch of so many requests: the missing ones are as the mean, with the longest text."""
+    missing = requests - len(shape.image)
+    image = np.pad(shape.image, (0, missing), constant_values=max(int(shape.image.mean()), 1))
+    text = np.pad(shape.text, ((0, 0), (0, missing)), constant_values=int(shape.text.max()))
+    return replace(shape, image=image, text=text)
+
+
+def _roomy(capacity: StepCapacity) -> StepCapacity:
+    """The capacity with as much room on the routes between home and token layout as any plan needs that fits.
+
+    Rows take these once in an evaluation, and those of attention in every layer: room here costs next to nothing, and a
+    plan that goes other ways than those before no program.
+    """
+    return replace(
+        capacity,
+        text_route=_route_of_any(capacity.text_route, capacity.home_text, capacity.text),
+        image_route=_route_of_any(capacity.image_route, capacity.home_image, capacity.image),
+    )
+
+
+def _route_of_any(route: RouteCapacity, home: int, token: int) -> RouteCapacity:
+    return replace(
+        route,
+        send=home,
+        recv=token,
+        rounds=(min(home, token),) * len(route.rounds),
+        send_runs=_RUNS * route.send_runs,
+        recv_runs=_RUNS * route.recv_runs,
+        stay_runs=_RUNS * route.stay_runs,
+    )
 
 
 def _homes(lengths: np.ndarray, devices: int) -> np.ndarray:

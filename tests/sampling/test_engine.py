@@ -21,7 +21,7 @@ from jaxdit.sampling import (
     TextDenoiser,
 )
 from jaxdit.sampling._buckets import CanvasBuckets, SizeBuckets
-from jaxdit.sampling._plan import BatchShape
+from jaxdit.sampling._plan import BatchPlanner, BatchShape
 from jaxdit.sampling._request import with_defaults
 from jaxdit.schedulers import FlowTimes, Scheduler, heun
 from solver import H100_MACHINE, Topology, sequence_plans
@@ -286,3 +286,22 @@ def test_a_program_tells_of_itself_and_is_compiled_once(caplog):
         engine.generate(REQUESTS[:1])
     assert "jit(device_home)" in caplog.text
     assert "jit(device_evaluation)" not in caplog.text
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(3))
+def test_packed_programs_are_few_and_the_last_ones_are_kept(seed):
+    """Batches of 2 to 8 random requests: hardly more programs than numbers of requests, and none after a while."""
+    rng = np.random.default_rng(seed)
+    planner = BatchPlanner(jax.devices()[:2], None, 4, 16, SizeBuckets(6, 65_536))
+    made = []
+    for batch in range(200):
+        image = rng.integers(16, 145, rng.choice([2, 3, 4, 6, 8]))
+        plan = planner.plan(BatchShape(image, np.full((1, len(image)), 64), 64))
+        if plan.layout not in [layout for layout, _ in made]:
+            if plan.outgrown is not None:
+                assert plan.outgrown in [layout for layout, _ in made]
+                assert plan.outgrown.requests == plan.layout.requests
+            made.append((plan.layout, batch))
+    assert len(made) <= 3 + 3
+    assert all(batch < 120 for _, batch in made)
