@@ -91,10 +91,15 @@ def test_every_buffer_of_a_transfer_is_in_collective_memory(with_and_without):
 
 
 def test_zero_copy_costs_the_buffers_of_a_transfer_and_no_copies(with_and_without):
-    """Other temporaries do not share collective memory: 6 MiB more for Ulysses, 0 for the ring, 6.5 for Torus."""
+    """Other temporaries do not share collective memory: 6 MiB more for Ulysses, 12 for the ring, 6.5 for Torus.
+
+    They are sent and received: q, k, v and the output; of the ring k, v and their gradients, in float32.
+    """
     zero_copy, plain, _ = with_and_without
     sizes = [program.memory_analysis().temp_size_in_bytes for program in (zero_copy, plain)]
-    assert sizes[0] - sizes[1] <= 4 * 2 * ROWS_BYTES, "what is sent and received of q, k, v and the output"
+    is_ring = {kind for kind, _ in transfers(plain.as_text())} == {"collective-permute"}
+    buffers = 2 * (2 + 2 * 2) if is_ring else 2 * 4
+    assert sizes[0] - sizes[1] <= buffers * ROWS_BYTES
     copies = [len(re.findall(r" = \S+ copy\(", program.as_text())) for program in (zero_copy, plain)]
     assert copies[0] <= copies[1]
 
