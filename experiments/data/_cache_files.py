@@ -184,8 +184,12 @@ def write_info(root: Path, info: CacheInfo) -> None:
     try:
         with _written(part) as file:
             file.write(info.text().encode())
-        with contextlib.suppress(FileExistsError):
+        try:
             os.link(part, root / CACHE_FILE)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links: the last one stays, and the others see it
+            os.replace(part, root / CACHE_FILE)
     finally:
         part.unlink(missing_ok=True)
     _flush_folder(root)
