@@ -1,6 +1,6 @@
 """Canvases: the few sizes that an encoder of pictures is compiled for, known before the first one is encoded."""
 
-from collections.abc import Sequence
+import collections
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +17,12 @@ class Canvases:
 
     Attributes:
         of_size: (height, width) of the canvas of a picture's (height, width), in latent pixels.
+        counts: pictures of each canvas.
         group_pixels: latent pixels that are encoded together, if several pictures fit into them.
     """
 
     of_size: dict[tuple[int, int], tuple[int, int]]
+    counts: dict[tuple[int, int], int]
     group_pixels: int
 
     @classmethod
@@ -40,26 +42,24 @@ class Canvases:
         while len(canvases) > most:
             canvases, counts = _merged(canvases, counts)
         areas = canvases.prod(1)
-        found = {}
-        for height, width in np.unique(sizes, axis=0).tolist():
+        of_size, of_canvas = dict[tuple[int, int], tuple[int, int]](), collections.Counter[tuple[int, int]]()
+        distinct, times = np.unique(sizes, axis=0, return_counts=True)
+        for (height, width), count in zip(distinct.tolist(), times.tolist(), strict=True):
             fits = (canvases >= (height, width)).all(1)
             best = int(np.argmin(np.where(fits, areas, np.iinfo(np.int64).max)))
-            found[height, width] = (int(canvases[best, 0]), int(canvases[best, 1]))
-        return cls(found, group_pixels)
+            canvas = int(canvases[best, 0]), int(canvases[best, 1])
+            of_size[height, width] = canvas
+            of_canvas[canvas] += count
+        return cls(of_size, dict(of_canvas), group_pixels)
 
-    def group(self, canvas: tuple[int, int]) -> int:
-        """Pictures of a canvas that a device encodes together."""
-        return max(1, self.group_pixels // (canvas[0] * canvas[1]))
+    def group(self, canvas: tuple[int, int], num_devices: int) -> int:
+        """Pictures of a canvas that each of so many devices encodes together; no more than there are."""
+        most = max(1, self.group_pixels // (canvas[0] * canvas[1]))
+        return min(most, -(-self.counts[canvas] // num_devices))
 
-    @property
-    def most_pixels(self) -> int:
-        """The most latent pixels that a device encodes together."""
-        return max(self.group(canvas) * canvas[0] * canvas[1] for canvas in self.of_size.values())
-
-    def padding(self, sizes: Sequence[tuple[int, int]]) -> float:
-        """Share of the canvases' area that given pictures leave empty."""
-        canvas_area = sum(self.of_size[size][0] * self.of_size[size][1] for size in sizes)
-        return 1 - sum(height * width for height, width in sizes) / canvas_area
+    def most_pixels(self, num_devices: int) -> int:
+        """The most latent pixels that each of so many devices encodes together."""
+        return max(self.group(canvas, num_devices) * canvas[0] * canvas[1] for canvas in self.counts)
 
 
 def _merged(

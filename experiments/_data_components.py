@@ -108,8 +108,8 @@ def folder(
 ) -> DataSpec:
     """A tree of images and videos with captions beside them, or tar shards if `root` ends in .tar or is a pattern.
 
-    With `encoders` (from `flux_encoders`) pixels and captions are encoded while training runs, and latents drawn anew in
-    each step unless `draw_latents` is False; `max_text` has no meaning then.
+    With `encoders` (from `flux_encoders`) pixels and captions are encoded while training runs; latents are drawn anew
+    in each step unless `draw_latents` is False, and `max_text` has no meaning.
     """
     limit = BadLimit(fraction=max_bad_fraction)
     if encoders is not None and not isinstance(encoders, EncoderSettings):

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from experiments._config import UserError
 from experiments._disk import check_writable, size_text, writing
 from experiments._encode_plan import CachePlan
-from experiments._encoders import BatchEncoder, Frame, Text
+from experiments._encoders import BatchEncoder, Frame, Latents, Text
 from experiments._platform import cpu_cores
 from experiments.data import (
     EMPTY_FILE,
@@ -120,6 +120,8 @@ def only_worker(root: Path, worker: Worker) -> Iterator[None]:
 class ShardEncoder:
     """Encodes shards of a plan.
 
+    Batches go on over the ends of shards, so that they are full; a shard is written when all its samples are there.
+
     Args:
         root: of the cache.
         plan: of the cache.
@@ -129,6 +131,10 @@ class ShardEncoder:
 
     def __init__(self, root: Path, plan: CachePlan, encoder: BatchEncoder, tally: BadTally) -> None:
         self._root, self._plan, self._encoder, self._tally = root, plan, encoder, tally
+        self._bad: dict[int, str] = {}
+        # Of samples whose shard is not complete yet: frames by number, features by shard and caption.
+        self._latents: dict[int, dict[int, Latents]] = collections.defaultdict(dict)
+        self._texts: dict[tuple[int, str], Text] = {}
 
     def run(self, shards: Sequence[int], *, show: bool) -> str:
         """Makes shards; returns what was done, in a line.
@@ -145,9 +151,12 @@ class ShardEncoder:
             bar = stack.enter_context(tqdm(total=total, unit="sample", disable=not show))
             progress, written = _Progress(bar), None
             self._write_empty_caption()
-            clips = self._decoded([int(i) for shard in shards for i in self._plan.shards[shard]], readers)
+            pictures = self._encoder.pictures(self._frames(shards, readers, progress))
+            texts = self._encoder.texts(self._captions(shards))
             for shard in shards:
-                samples, bad = self._encoded(shard, clips, progress)
+                samples, bad = self._complete(shard, pictures, texts)
+                progress.samples += len(samples)
+                bar.update(len(samples) + len(bad))
                 self._wait(written)
                 layout = self._plan.info.layout
                 written = writer.submit(write_shard, self._root, shard, layout, samples, bad)
@@ -162,18 +171,18 @@ class ShardEncoder:
     def _write_empty_caption(self) -> None:
         if (self._root / EMPTY_FILE).is_file():
             return
-        text = self._encoder.text([""])[""]
+        ((_, text),) = self._encoder.texts([("", "")])
         with writing(self._root, _MAKE_ROOM):
             replace_file(self._root / EMPTY_FILE, save({"text": text.features, "pooled": text.pooled}))
 
     def _decoded(
-        self, numbers: Sequence[int], readers: ThreadPoolExecutor
+        self, shards: Sequence[int], readers: ThreadPoolExecutor
     ) -> Iterator[tuple[int, np.ndarray | BadSampleError]]:
         """Samples with their frames, decoded ahead."""
         source, unit = self._plan.source, self._plan.folder.pixels_per_token**2
         waiting: collections.deque[tuple[int, Future[np.ndarray]]] = collections.deque()
-        ahead, upcoming = 0, iter(numbers)
-        for number in upcoming:
+        ahead = 0
+        for number in (int(i) for shard in shards for i in self._plan.shards[shard]):
             ahead += int(source.image_lengths[number]) * unit
             waiting.append((number, readers.submit(source.frames, number)))
             while waiting and ahead > _AHEAD_PIXELS:
@@ -183,39 +192,55 @@ class ShardEncoder:
         for first, frames in waiting:
             yield first, _result(frames)
 
-    def _encoded(
-        self, shard: int, clips: Iterator[tuple[int, Any]], progress: _Progress
+    def _frames(
+        self, shards: Sequence[int], readers: ThreadPoolExecutor, progress: _Progress
+    ) -> Iterator[Frame]:
+        """Pictures by sample and frame; those that cannot be read are counted."""
+        for number, clip in self._decoded(shards, readers):
+            if isinstance(clip, BadSampleError):
+                self._bad[number] = str(clip)
+                self._tally.bad(self._plan.source.sample_name(number), clip)
+                continue
+            self._tally.good()
+            for t, pixels in enumerate(clip):
+                progress.pictures += 1
+                progress.pixels += pixels.shape[0] * pixels.shape[1]
+                yield Frame((number, t), pixels)
+
+    def _captions(self, shards: Sequence[int]) -> Iterator[tuple[tuple[int, str], str]]:
+        """Captions by shard, each once."""
+        for shard in shards:
+            for caption in dict.fromkeys(self._plan.source.caption(int(i)) for i in self._plan.shards[shard]):
+                yield (shard, caption), caption
+
+    def _complete(
+        self, shard: int, pictures: Iterator[tuple[Any, Latents]], texts: Iterator[tuple[Any, Text]]
     ) -> tuple[list[CachedSample], list[tuple[str, str]]]:
         """The samples of a shard, and names of pictures that cannot be read, with reasons."""
         source, numbers = self._plan.source, self._plan.shards[shard].tolist()
-        bad: dict[int, str] = {}
-        text = self._encoder.text(source.caption(i) for i in numbers)
+        lacking = set(numbers)
+        while lacking := {i for i in lacking if i not in self._bad and not self._has_all(i)}:
+            found = next(pictures, None)
+            if found is None:  # what is left cannot be read
+                break
+            (number, t), latents = found
+            self._latents[number][t] = latents
+        captions = {source.caption(i) for i in numbers}
+        while not all((shard, caption) in self._texts for caption in captions):
+            name, text = next(texts)
+            self._texts[name] = text
+        samples = [self._sample(shard, i) for i in numbers if i not in self._bad]
+        for caption in captions:
+            del self._texts[shard, caption]
+        return samples, [(source.sample_name(i), self._bad[i]) for i in numbers if i in self._bad]
 
-        def frames() -> Iterator[Frame]:
-            for _ in numbers:
-                number, clip = next(clips)
-                if isinstance(clip, BadSampleError):
-                    bad[number] = str(clip)
-                    self._tally.bad(source.sample_name(number), clip)
-                    continue
-                self._tally.good()
-                for t, pixels in enumerate(clip):
-                    progress.pictures += 1
-                    progress.pixels += pixels.shape[0] * pixels.shape[1]
-                    yield Frame((number, t), pixels)
+    def _has_all(self, number: int) -> bool:
+        return number in self._latents and len(self._latents[number]) == self._plan.source.grids[number, 0]
 
-        found: dict[int, dict[int, Any]] = collections.defaultdict(dict)
-        for (number, t), latents in self._encoder.pictures(frames()):
-            found[number][t] = latents
-            if len(found[number]) == source.grids[number, 0]:
-                progress.bar.update()
-        progress.bar.update(len(bad))
-        progress.samples += len(numbers) - len(bad)
-        samples = [self._sample(i, found.pop(i), text[source.caption(i)]) for i in numbers if i not in bad]
-        return samples, [(source.sample_name(i), reason) for i, reason in bad.items()]
-
-    def _sample(self, number: int, frames: dict[int, Any], text: Text) -> CachedSample:
-        source = self._plan.source
+    def _sample(self, shard: int, number: int) -> CachedSample:
+        source, frames = self._plan.source, self._latents.pop(number)
+        name, caption = source.sample_name(number), source.caption(number)
+        text = self._texts[shard, caption]
         t, h, w = source.grids[number].tolist()
         tensors = {
             "latents": np.stack([frames[i].mean for i in range(t)], axis=1),
@@ -223,7 +248,6 @@ class ShardEncoder:
             "text": text.features,
             "pooled": text.pooled,
         }
-        name, caption = source.sample_name(number), source.caption(number)
         return CachedSample(number, name, caption, (t, h, w), tensors)
 
 

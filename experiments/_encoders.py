@@ -1,6 +1,7 @@
 """FLUX.1's encoders for programs: settings, what is known before their weights are read, and encoding in batches."""
 
 import collections
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -151,7 +152,8 @@ def check_memory(
     Raises:
         UserError: with what takes less.
     """
-    needed = encoder_bytes(folder, latent_pixels=canvases.most_pixels, captions=captions, t5_degree=t5_degree)
+    pixels = canvases.most_pixels(len(devices))
+    needed = encoder_bytes(folder, latent_pixels=pixels, captions=captions, t5_degree=t5_degree)
     available = device_memory_bytes(devices)
     if needed > _MEMORY_SHARE * available:
         raise UserError(
@@ -217,13 +219,13 @@ class BatchEncoder:
             canvas = self._canvases.of_size[height // self._factor, width // self._factor]
             group = waiting[canvas]
             group.append(frame)
-            if len(group) == self._canvases.group(canvas) * self._devices:
+            if len(group) == self._canvases.group(canvas, self._devices) * self._devices:
                 yield self._launched(canvas, waiting.pop(canvas))
         for canvas, group in waiting.items():
             yield self._launched(canvas, group)
 
     def _launched(self, canvas: tuple[int, int], frames: Sequence[Frame]) -> tuple[Any, Any]:
-        count, factor = self._canvases.group(canvas) * self._devices, self._factor
+        count, factor = self._canvases.group(canvas, self._devices) * self._devices, self._factor
         pixels = np.zeros((count, canvas[0] * factor, canvas[1] * factor, 3), np.uint8)
         sizes = np.ones((count, 2), np.int32)
         for i, frame in enumerate(frames):
@@ -234,20 +236,18 @@ class BatchEncoder:
         names = [frame.name for frame in frames]
         return (names, sizes[: len(frames)].tolist()), self._encoders.posterior(pixels, sizes)
 
-    def text(self, captions: Iterable[str]) -> dict[str, Text]:
-        """Features by caption; each is encoded once."""
-        distinct, found = list(dict.fromkeys(captions)), {}
-        for batch, (features, pooled) in _overlapped(self._text_launches(distinct)):
-            rows = self._encoders.folder.t5_tokenizer(batch).mask.sum(1)
-            for i, caption in enumerate(batch):
+    def texts(self, captions: Iterable[tuple[Any, str]]) -> Iterator[tuple[Any, Text]]:
+        """Features of captions by name, in order."""
+        for batch, (features, pooled) in _overlapped(self._text_launches(captions)):
+            rows = self._encoders.folder.t5_tokenizer([caption for _, caption in batch]).mask.sum(1)
+            for i, (name, _) in enumerate(batch):
                 kept = features[i] if self._padding else features[i, : rows[i]]
-                found[caption] = Text(np.array(kept), np.array(pooled[i]))
-        return found
+                yield name, Text(np.array(kept), np.array(pooled[i]))
 
-    def _text_launches(self, captions: Sequence[str]) -> Iterator[tuple[Any, Any]]:
-        for start in range(0, len(captions), self._captions):
-            batch = captions[start : start + self._captions]
-            filled = [*batch, *[""] * (self._captions - len(batch))]
+    def _text_launches(self, captions: Iterable[tuple[Any, str]]) -> Iterator[tuple[Any, Any]]:
+        waiting = iter(captions)
+        while batch := list(itertools.islice(waiting, self._captions)):
+            filled = [caption for _, caption in batch] + [""] * (self._captions - len(batch))
             yield batch, self._encoders.text(filled)
 
 

@@ -180,7 +180,9 @@ class _DeviceEncoders:
     @property
     def num_bytes(self) -> int:
         """Memory of one copy with what it computes."""
-        return encoder_bytes(self._folder, latent_pixels=self._canvases.most_pixels, captions=self._captions)
+        return encoder_bytes(
+            self._folder, latent_pixels=self._canvases.most_pixels(1), captions=self._captions
+        )
 
     def submit(self, device: int, frames: Sequence[Frame], captions: Sequence[str]) -> Future[_Encoded]:
         """Latents by name and features by caption, made in the device's thread."""
@@ -191,7 +193,8 @@ class _DeviceEncoders:
 
     def _encoded(self, device: int, frames: Sequence[Frame], captions: Sequence[str]) -> _Encoded:
         encoder = self._encoder(device)
-        return dict(encoder.pictures(frames)), encoder.text(captions)
+        distinct = dict.fromkeys(captions)
+        return dict(encoder.pictures(frames)), dict(encoder.texts((x, x) for x in distinct))
 
     def _encoder(self, number: int) -> BatchEncoder:
         if number not in self._encoders:

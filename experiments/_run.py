@@ -323,7 +323,8 @@ class Run:
         raise UserError(
             f"{held}{trained}, over {degree}"
             f" shard{'s' * (degree > 1)} are {size_text(needed - encoders)} a device{beside}, of"
-            f" {size_text(available)} at most {_MEMORY_SHARE:.0%} may be used.{more} use more devices, or set train.allow_oversized=True."
+            f" {size_text(available)} at most {_MEMORY_SHARE:.0%} may be used.{more} use more devices, or set"
+            " train.allow_oversized=True."
         )
 
 

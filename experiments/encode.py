@@ -213,7 +213,8 @@ def _make(args: argparse.Namespace, plan: Any, todo: Sequence[int]) -> None:
         )
     devices = devices[: args.devices]
     shares = len(devices) if args.t5_shards == "all" else 1
-    check_memory(plan.folder, plan.canvases, devices, captions=args.text_batch, t5_degree=shares)
+    captions = min(args.text_batch, -(-len(plan.source) // len(devices)))
+    check_memory(plan.folder, plan.canvases, devices, captions=captions, t5_degree=shares)
     logging.info("%d of %d shards to make on %d devices", len(todo), plan.info.num_shards, len(devices))
     encoders = FluxEncoders(
         plan.folder,
@@ -221,7 +222,7 @@ def _make(args: argparse.Namespace, plan: Any, todo: Sequence[int]) -> None:
         t5_shards=args.t5_shards,
         text_dtype=args.text,
     )
-    encoder = BatchEncoder(encoders, plan.canvases, captions=args.text_batch, padding=not args.no_padding)
+    encoder = BatchEncoder(encoders, plan.canvases, captions=captions, padding=not args.no_padding)
     tally = BadTally(BadLimit(fraction=args.max_bad_fraction), plan.source.name)
     logging.info("%s", ShardEncoder(args.out, plan, encoder, tally).run(todo, show=jax.process_index() == 0))
 
