@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxdit.pipelines
-from experiments import encode
+from experiments import _encoding_source, encode
 from experiments.data import EncodedCache, EncodedRules
 from tests.experiments._data_cases import save_clip, save_image
 from tests.experiments._program_cases import run
@@ -31,9 +31,8 @@ def encoders_shared():
     """Programs that encode with the same weights on the same devices share what they compile."""
 
     def shared(folder, mesh, **options):
-        key = (folder.path, folder.dtype, folder.text_tokens, mesh, str(options))
-        if "params" in options:
-            return made(folder, mesh, **options)
+        given = {name: value for name, value in options.items() if name != "params"}
+        key = (folder.path, folder.dtype, folder.text_tokens, mesh, str(given))
         if key not in _encoders:
             _encoders[key] = made(folder, mesh, **options)
         return _encoders[key]
@@ -41,6 +40,7 @@ def encoders_shared():
     made = jaxdit.pipelines.FluxEncoders
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jaxdit.pipelines, "FluxEncoders", shared)
+        patch.setattr(_encoding_source, "FluxEncoders", shared)
         yield
 
 
@@ -74,6 +74,8 @@ def arguments(model, data, out, **changes):
         "devices": 2,
         "canvases": 1,
         "text-batch": 2,
+        # Two pictures a device.
+        "batch-pixels": 2 * 64 * 48,
         "shard-mb": 0.04,
         **{name.replace("_", "-"): value for name, value in changes.items()},
     }
