@@ -184,7 +184,9 @@ def encoded(
     )
 
     def open_source() -> list[Source]:
-        return [EncodedCache(root, rules=rules) if is_cache(root) else EncodedFolder(root, rules=rules)]
+        if is_cache(root):
+            return [EncodedCache(root, rules=rules)]
+        return [EncodedFolder(root, rules=rules)]
 
     return DataSpec(
         open=open_source,

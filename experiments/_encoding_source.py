@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float32, Int32
 
 from experiments._canvases import Canvases
 from experiments._encoders import (
@@ -73,7 +73,8 @@ class EncodingSource:
         configs = folder.configs
         self.channels = configs.vae.latent_channels * _PATCH**2
         self.text_channels, self.pooled_channels = configs.t5.width, configs.clip.width
-        self.grids, self.image_lengths, self.labels = pixels.grids, pixels.image_lengths, None
+        self.grids, self.image_lengths = pixels.grids, pixels.image_lengths
+        self.labels: Int32[np.ndarray, " n"] | None = None
         self.text_lengths = text_rows(folder, pixels, padding=settings.padding)
         empty = folder.t5_tokenizer([""]).mask.sum()
         self.dropped_text_length = folder.text_tokens if settings.padding else int(empty)
@@ -126,7 +127,7 @@ class EncodingSource:
 
     def read_batch(self, wanted: Sequence[Wanted]) -> list[SampleRows | BadSampleError]:
         """See `BatchSource`: pictures are decoded in threads, and encoded on the home device of each."""
-        clips = list(self._readers.map(self._decoded, (w.index for w in wanted)))
+        clips = list(self._readers.map(self._decoded, (w.sample for w in wanted)))
         jobs: dict[int, Future[_Encoded]] = {}
         for device in sorted({w.device for w in wanted}):
             frames = [
@@ -150,7 +151,7 @@ class EncodingSource:
             return error
 
     def _caption(self, wanted: Wanted) -> str:
-        return "" if wanted.is_dropped else self._pixels.caption(wanted.index)
+        return "" if wanted.is_dropped else self._pixels.caption(wanted.sample)
 
     def _sample(self, wanted: Wanted, place: int, frames: int, encoded: "_Encoded") -> SampleRows:
         latents, text = encoded

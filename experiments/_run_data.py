@@ -46,8 +46,8 @@ class Data:
     @property
     def device_bytes(self) -> int:
         """Memory that frozen encoders take on a device, where they run beside the training."""
-        sources = {id(whole): whole for whole in map(_whole, self.train.sources)}
-        return sum(s.device_bytes for s in sources.values() if isinstance(s, EncodingSource))
+        wholes = map(_whole, self.train.sources)
+        return sum(whole.device_bytes for whole in wholes if isinstance(whole, EncodingSource))
 
 
 def open_data(settings: RunSettings) -> Data:

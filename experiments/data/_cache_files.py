@@ -216,7 +216,7 @@ def read_index(root: Path, shard: int) -> ShardIndex:
             raise ValueError("its checksum is another")
         content = json.loads(text)
         grids = [tuple(grid) for grid in content.pop("grids")]
-        return ShardIndex(grids=grids, **content)  # type: ignore[arg-type]
+        return ShardIndex(grids=grids, **content)
     except FileNotFoundError as error:
         raise DataError(f"{path} is missing. {_AGAIN}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -286,7 +286,7 @@ def _bytes_of(values: np.ndarray, part: _Part) -> memoryview:
     if values.shape != part.shape:
         raise ValueError(f"write_shard: {part.name} must have shape {part.shape}; got {values.shape}.")
     values = np.ascontiguousarray(values, _DTYPES[part.dtype][1])
-    return memoryview(values.reshape(-1).view(np.uint8)).cast("B")
+    return values.reshape(-1).view(np.uint8).data
 
 
 def _header(layout: CacheLayout, samples: Sequence[CachedSample]) -> bytes:

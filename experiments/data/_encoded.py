@@ -132,14 +132,14 @@ class EncodedFolder:
 
     def read_batch(self, wanted: Sequence[Wanted]) -> list[SampleRows | BadSampleError]:
         """See `BatchSource`: one after the other, with the features of the empty caption if there are some."""
-        return [self._read_one(sample) for sample in wanted]
+        return [self._read_one(one) for one in wanted]
 
     def _read_one(self, wanted: Wanted) -> SampleRows | BadSampleError:
         try:
-            rows = self.read(wanted.index)
+            rows = self.read(wanted.sample)
         except BadSampleError as error:
             return error
-        text, pooled = self.text(wanted.index), self.pooled(wanted.index)
+        text, pooled = self.text(wanted.sample), self.pooled(wanted.sample)
         if wanted.is_dropped:
             text, pooled = self.empty_caption or EmptyCaption(text[:0], np.zeros_like(pooled))
         return SampleRows(rows, text, pooled)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float32, Int32
 
 from experiments.data._cache_files import (
     CACHE_FILE,
@@ -72,7 +72,7 @@ class EncodedCache:
         self.grids = grids[order]
         self.image_lengths = self.grids.prod(axis=1, dtype=np.int64).astype(np.int32)
         self.text_lengths = np.minimum(self._tokens, rules.max_text)
-        self.labels = None
+        self.labels: Int32[np.ndarray, " n"] | None = None
         self.empty_caption = read_empty_caption(self._root / EMPTY_FILE, rules.max_text)
         self.dropped_text_length = len(self.empty_caption.text)
         self.digest = digest_of(
@@ -122,7 +122,7 @@ class EncodedCache:
 
     def _read_one(self, wanted: Wanted) -> SampleRows | BadSampleError:
         try:
-            tensors = self._tensors(wanted.index)
+            tensors = self._tensors(wanted.sample)
         except BadSampleError as error:
             return error
         latents = tensors["latents"]

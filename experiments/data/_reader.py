@@ -123,7 +123,7 @@ class StepReader:
                 continue
             wanted = [
                 Wanted(
-                    index=int(index.index[s]),
+                    sample=int(index.index[s]),
                     is_dropped=bool(index.dropped[s]),
                     device=self.local_devices.index(int(home[s])),
                     draw=(self.sampler.seed, index.step, s),
@@ -179,7 +179,7 @@ class StepReader:
 def _read_batch(source: Source, wanted: Sequence[Wanted]) -> list[SampleRows | BadSampleError] | None:
     """The samples of a source that reads them together; None for another."""
     if isinstance(source, Subset):
-        return _read_batch(source.whole, [w._replace(index=source.index_in_whole(w.index)) for w in wanted])
+        return _read_batch(source.whole, [w._replace(sample=source.index_in_whole(w.sample)) for w in wanted])
     return source.read_batch(wanted) if isinstance(source, BatchSource) else None
 
 

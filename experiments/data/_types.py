@@ -99,13 +99,13 @@ class Wanted(NamedTuple):
     """A sample of a step that a reader asks for.
 
     Attributes:
-      index: the sample.
+      sample: its number in the source.
       is_dropped: whether its caption is dropped.
       device: its home device, counted among this process's.
       draw: (seed, step, sequence), which name what is random about it.
     """
 
-    index: int
+    sample: int
     is_dropped: bool
     device: int
     draw: tuple[int, int, int]

@@ -124,7 +124,7 @@ def test_latents_are_drawn_by_seed_step_and_sequence_alone(cache):
     for w, found in zip(wanted, together, strict=True):
         (alone,) = source.read_batch([w._replace(device=5)])
         np.testing.assert_array_equal(alone.rows, found.rows)
-        tensors = sample(w.index).tensors
+        tensors = sample(w.sample).tensors
         drawn = drawn_latents(tensors["latents"], tensors["logvar"], w.draw)
         np.testing.assert_array_equal(found.rows, rows_of_latents(drawn, 2, channels_last=False))
         for change in ((4, 9), (3, 8)):
