@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Int32
 
 from experiments.data._bad import BadLimit, BadTally
 from experiments.data._types import (
@@ -77,10 +79,9 @@ class StepReader:
           DataError: too many samples could not be read.
         """
         index = self.sampler.step(t)
-        home = index.home(self.num_devices)
-        local = np.flatnonzero(np.isin(home, self.local_devices)).astype(np.int32)
+        local = self._local(index)
         loss_weight = index.loss_weight[local].copy()
-        together = self._read_together(index, home, local.tolist())
+        together = self._read_together(index, local.tolist())
         samples, bad = list[SampleRows](), list[str]()
         for i, sequence in enumerate(local.tolist()):
             try:
@@ -93,6 +94,21 @@ class StepReader:
                 bad.append(source.sample_name(sample))
                 loss_weight[i] = 0.0
                 samples.append(self._blank(index, sequence))
+        return dataclasses.replace(self._data(index, local, samples), loss_weight=loss_weight, bad=tuple(bad))
+
+    def blank(self, t: int) -> StepData:
+        """Step t with zeros in the place of images and features: what it takes, without reading it."""
+        index = self.sampler.step(t)
+        local = self._local(index)
+        return self._data(index, local, [self._blank(index, s) for s in local.tolist()])
+
+    def _local(self, index: StepIndex) -> Int32[np.ndarray, " l"]:
+        """Sequences at home on this process's devices."""
+        return np.flatnonzero(np.isin(index.home(self.num_devices), self.local_devices)).astype(np.int32)
+
+    def _data(
+        self, index: StepIndex, local: Int32[np.ndarray, " l"], samples: Sequence[SampleRows]
+    ) -> StepData:
         return StepData(
             index=index,
             num_devices=self.num_devices,
@@ -101,11 +117,10 @@ class StepReader:
             rows=tuple(sample.rows for sample in samples),
             text=tuple(sample.text for sample in samples),
             pooled=tuple(sample.pooled for sample in samples),
-            loss_weight=loss_weight,
+            loss_weight=index.loss_weight[local].copy(),
             channels=self.channels,
             text_channels=self.text_channels,
             pooled_channels=self.pooled_channels,
-            bad=tuple(bad),
             labels=tuple(self._label(index, s) for s in local.tolist()) if self.labelled else None,
         )
 
@@ -113,9 +128,10 @@ class StepReader:
         return self.sampler.sources[int(index.source[sequence])], int(index.index[sequence])
 
     def _read_together(
-        self, index: StepIndex, home: np.ndarray, sequences: Sequence[int]
+        self, index: StepIndex, sequences: Sequence[int]
     ) -> dict[int, SampleRows | BadSampleError]:
         """What sources that read a step's samples together give, by sequence."""
+        home = index.home(self.num_devices)
         found: dict[int, SampleRows | BadSampleError] = {}
         for number in range(len(self.sampler.sources)):
             mine = [s for s in sequences if index.source[s] == number]

@@ -19,9 +19,12 @@ from ..weights import abstract_params
 from ._flux_folder import FluxFolder
 from ._text_program import TextProgram, clip_pooled, t5_features
 
-# Temporaries of the finest layers, a channel of a pixel; and of T5's MLP, a hidden channel of a row.
-_BYTES_PER_CHANNEL = 16
-_BYTES_PER_HIDDEN = 16
+# Temporaries in arrays of the finest layers' size: 3 as compiled for H100, and one for what convolutions ask for.
+_PICTURE_ARRAYS = 4
+# Bytes of temporaries for a hidden channel of a row of T5's MLP, beside two blocks of scores of at most so many bytes: 4
+# as compiled for H100.
+_BYTES_PER_HIDDEN = 6
+_SCORE_BYTES = 128 << 20
 
 
 class EncoderParams(NamedTuple):
@@ -128,10 +131,11 @@ def encoder_bytes(folder: FluxFolder, *, latent_pixels: int, captions: int, t5_d
 
     text = count(abstract_params(configs.t5)) // t5_degree + count(abstract_params(configs.clip))
     autoencoder = 4 * count(abstract_params(configs.vae)["encoder"])
-    pixels = latent_pixels * configs.vae.factor**2
-    pictures = pixels * configs.vae.block_out_channels[0] * _BYTES_PER_CHANNEL
-    rows = captions * folder.text_tokens * configs.t5.mlp_width * _BYTES_PER_HIDDEN
-    return text * itemsize + autoencoder + max(pictures, rows)
+    finest = latent_pixels * configs.vae.factor**2 * configs.vae.block_out_channels[0]
+    rows = captions * folder.text_tokens
+    scores = min(_SCORE_BYTES, 4 * rows * folder.text_tokens * configs.t5.num_heads)
+    hidden = rows * configs.t5.mlp_width * _BYTES_PER_HIDDEN
+    return text * itemsize + autoencoder + max(_PICTURE_ARRAYS * finest * itemsize, hidden + 2 * scores)
 
 
 def _load(
