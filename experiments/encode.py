@@ -72,6 +72,13 @@ def _parser() -> argparse.ArgumentParser:
     work.add_argument("--coordinator", metavar="HOST:PORT", help="several processes, given by hand")
     work.add_argument("--num-processes", type=int)
     work.add_argument("--process-id", type=int)
+    work.add_argument(
+        "--heartbeat",
+        type=int,
+        default=60,
+        metavar="SECONDS",
+        help="silence after which a process counts as dead",
+    )
     return parser
 
 
@@ -121,7 +128,7 @@ def _part(text: str) -> tuple[int, int]:
 
 def _checked(args: argparse.Namespace) -> tuple[int, int]:
     """The part, after a look at the other numbers."""
-    limits = {"text_batch": 1, "batch_pixels": 1, "shard_mb": 1e-3}
+    limits = {"heartbeat": 1, "text_batch": 1, "batch_pixels": 1, "shard_mb": 1e-3}
     for name, least in limits.items():
         if not getattr(args, name) >= least:
             option = f"--{name.replace('_', '-')}"
@@ -141,7 +148,9 @@ def _encode(args: argparse.Namespace) -> int:
     from experiments._encode_run import Worker, check_space, only_worker, report_whole, unfinished
     from experiments._run_data import data_errors
 
-    processes = _platform.ProcessSettings(args.coordinator, args.num_processes, args.process_id, args.cluster)
+    processes = _platform.ProcessSettings(
+        args.coordinator, args.num_processes, args.process_id, args.cluster, args.heartbeat
+    )
     if args.cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(args.cache))
     _platform.prepare_platform((args.devices or 1) * (args.num_processes or 1), processes)

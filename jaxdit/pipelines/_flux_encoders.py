@@ -21,8 +21,8 @@ from ._text_program import TextProgram, clip_pooled, t5_features
 
 # Temporaries in arrays of the finest layers' size: 3 as compiled for H100, and one for what convolutions ask for.
 _PICTURE_ARRAYS = 4
-# Bytes of temporaries for a hidden channel of a row of T5's MLP, beside two blocks of scores of at most so many bytes: 4
-# as compiled for H100.
+# Bytes of temporaries for a hidden channel of a row of T5's MLP (4 as compiled for H100), beside two blocks of scores
+# of at most so many bytes.
 _BYTES_PER_HIDDEN = 6
 _SCORE_BYTES = 128 << 20
 
