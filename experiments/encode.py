@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments._options import add_process_options, process_options
 from experiments._program import UserError, log_to_stderr, run_program
 
 
@@ -63,22 +64,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     work.add_argument("--text-batch", type=int, default=8, help="captions that a device encodes together")
     work.add_argument("--cache", type=Path, help="folder where compiled programs are kept")
-    work.add_argument("--part", default="1/1", metavar="I/N", help="make the I-th of N parts (from 1)")
     work.add_argument(
-        "--cluster",
-        action="store_true",
-        help="several processes, found from SLURM, Kubernetes or MPI; all of --part",
+        "--part", default="1/1", metavar="I/N", help="make the I-th of N parts; several processes share one"
     )
-    work.add_argument("--coordinator", metavar="HOST:PORT", help="several processes, given by hand")
-    work.add_argument("--num-processes", type=int)
-    work.add_argument("--process-id", type=int)
-    work.add_argument(
-        "--heartbeat",
-        type=int,
-        default=60,
-        metavar="SECONDS",
-        help="silence after which a process counts as dead",
-    )
+    add_process_options(work)
     return parser
 
 
@@ -128,7 +117,7 @@ def _part(text: str) -> tuple[int, int]:
 
 def _checked(args: argparse.Namespace) -> tuple[int, int]:
     """The part, after a look at the other numbers."""
-    limits = {"heartbeat": 1, "text_batch": 1, "batch_pixels": 1, "shard_mb": 1e-3}
+    limits = {"text_batch": 1, "batch_pixels": 1, "shard_mb": 1e-3}
     for name, least in limits.items():
         if not getattr(args, name) >= least:
             option = f"--{name.replace('_', '-')}"
@@ -148,9 +137,7 @@ def _encode(args: argparse.Namespace) -> int:
     from experiments._encode_run import Worker, check_space, only_worker, report_whole, unfinished
     from experiments._run_data import data_errors
 
-    processes = _platform.ProcessSettings(
-        args.coordinator, args.num_processes, args.process_id, args.cluster, args.heartbeat
-    )
+    processes = _platform.ProcessSettings(**process_options(args))
     if args.cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(args.cache))
     _platform.prepare_platform((args.devices or 1) * (args.num_processes or 1), processes)

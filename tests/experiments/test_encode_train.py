@@ -182,7 +182,7 @@ def test_settings_that_do_not_go_together(base, tmp_path, capfd, changes, part):
 
 def test_the_encoders_memory_counts(base, tmp_path, capfd, monkeypatch):
     """Room for the state and not for both."""
-    monkeypatch.setattr("experiments._run.device_memory_bytes", lambda devices: 5_000_000)
+    monkeypatch.setattr("experiments._run.device_memory_bytes", lambda devices: 1_500_000)
     assert run(train.main, "--config", base / "tune.gin", "--workdir", tmp_path, *ON_THE_FLY) == 2
     error = capfd.readouterr().err
     assert "with the frozen encoders'" in error
