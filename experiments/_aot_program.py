@@ -104,7 +104,7 @@ class AbstractRun:
         settings, plans = self.requested.settings, self.requested.plans
         num_devices, micro = settings.num_devices, settings.micro_batches
         reader = StepReader(self.requested.data.train, local_devices=[0], num_devices=num_devices)
-        rows = home_rows(reader.read(0), plans.capacity)
+        rows = home_rows(reader.blank(0), plans.capacity)
         by_device, replicated = (NamedSharding(self.mesh, spec) for spec in (P(DATA_AXES), P()))
 
         def everywhere(x: Any) -> jax.ShapeDtypeStruct:

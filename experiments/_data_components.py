@@ -5,16 +5,20 @@ from dataclasses import dataclass
 
 import gin
 
+from experiments._encoders import EncoderSettings
 from experiments.data import (
     BadLimit,
+    EncodedCache,
     EncodedFolder,
     EncodedRules,
     ImageFolder,
     MediaRules,
+    MediaSource,
     Source,
     SyntheticCodes,
     SyntheticRows,
     WebDatasetShards,
+    is_cache,
     quickstart_sources,
 )
 
@@ -71,6 +75,20 @@ def quickstart(
 
 
 @gin.configurable(module="data")
+def flux_encoders(
+    model: str = gin.REQUIRED,
+    text_tokens: int | None = None,
+    padding: bool = True,
+    on_long: str = "error",
+    dtype: str = "bfloat16",
+    text_dtype: str = "bfloat16",
+    canvases: int = 6,
+) -> EncoderSettings:
+    """FLUX.1's encoders, from a pipeline's folder; see `EncoderSettings`."""
+    return EncoderSettings(model, text_tokens, padding, on_long, dtype, text_dtype, canvases)
+
+
+@gin.configurable(module="data")
 def folder(
     root: str = gin.REQUIRED,
     token_budget: int = gin.REQUIRED,
@@ -85,23 +103,37 @@ def folder(
     max_sequences: int | None = None,
     max_bad_fraction: float = 0.01,
     index_folder: str | None = None,
+    encoders: EncoderSettings | None = None,
+    draw_latents: bool = True,
 ) -> DataSpec:
-    """A tree of images and videos with captions beside them, or tar shards if `root` ends in .tar or is a pattern."""
+    """A tree of images and videos with captions beside them, or tar shards if `root` ends in .tar or is a pattern.
+
+    With `encoders` (from `flux_encoders`) pixels and captions are encoded while training runs; latents are drawn anew
+    in each step unless `draw_latents` is False, and `max_text` has no meaning.
+    """
     limit = BadLimit(fraction=max_bad_fraction)
+    if encoders is not None and not isinstance(encoders, EncoderSettings):
+        raise TypeError(
+            f"folder.encoders must be encoders, called, such as @flux_encoders(); got {encoders!r:.100}."
+        )
     rules = MediaRules(
         patch=patch,
         max_tokens=max_tokens,
         frame_stride=frame_stride,
         max_frames=max_frames,
-        max_text=max_text,
+        max_text=max_text if encoders is None else WHOLE_CAPTIONS,
         allow_uncaptioned=allow_uncaptioned,
         bad_limit=limit,
         index_folder=index_folder,
     )
-    shards = root.endswith(".tar") or any(mark in root for mark in "*?{[")
 
     def open_source() -> list[Source]:
-        return [WebDatasetShards(root, rules=rules) if shards else ImageFolder(root, rules=rules)]
+        pixels = open_media_source(root, rules)
+        if encoders is None:
+            return [pixels]
+        from experiments._encoding_source import EncodingSource
+
+        return [EncodingSource(pixels, encoders, draw_latents=draw_latents)]
 
     return DataSpec(
         open=open_source,
@@ -110,8 +142,18 @@ def folder(
         max_sequences=max_sequences,
         validation_fraction=validation_fraction,
         bad_limit=limit,
-        patch=patch,
+        patch=patch if encoders is None else 0,
     )
+
+
+# A caption's words are counted by those who train their text encoder along; other encoders have tokens of their own.
+WHOLE_CAPTIONS = 1 << 30
+
+
+def open_media_source(root: str, rules: MediaRules) -> MediaSource:
+    """A folder of images and videos, or tar shards if the name ends in .tar or is a pattern."""
+    is_shards = root.endswith(".tar") or any(mark in root for mark in "*?{[")
+    return WebDatasetShards(root, rules=rules) if is_shards else ImageFolder(root, rules=rules)
 
 
 @gin.configurable(module="data")
@@ -125,15 +167,29 @@ def encoded(
     validation_fraction: float = 0.0,
     max_sequences: int | None = None,
     max_bad_fraction: float = 0.01,
+    draw_latents: bool = True,
 ) -> DataSpec:
-    """A tree of `.safetensors` files with latents and text features (or a label) that were encoded beforehand.
+    """Samples that were encoded beforehand: a cache of `experiments.encode`, or a tree of single `.safetensors` files.
 
+    Latents of a cache are drawn anew in each step where it has their variance, unless `draw_latents` is False.
     `channels_last` is the order inside a row: False for FLUX.1, True for a DiT.
     """
     limit = BadLimit(fraction=max_bad_fraction)
-    rules = EncodedRules(patch=patch, channels_last=channels_last, max_text=max_text, bad_limit=limit)
+    rules = EncodedRules(
+        patch=patch,
+        channels_last=channels_last,
+        max_text=max_text,
+        draw_latents=draw_latents,
+        bad_limit=limit,
+    )
+
+    def open_source() -> list[Source]:
+        if is_cache(root):
+            return [EncodedCache(root, rules=rules)]
+        return [EncodedFolder(root, rules=rules)]
+
     return DataSpec(
-        open=lambda: [EncodedFolder(root, rules=rules)],
+        open=open_source,
         token_budget=token_budget,
         caption_dropout=caption_dropout,
         max_sequences=max_sequences,

@@ -7,7 +7,7 @@ from typing import Any
 from experiments._program import UserError
 
 
-def add_process_options(parser: argparse.ArgumentParser) -> None:
+def add_process_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """The options that `process_options` reads."""
     parser.add_argument(
         "--cluster", action="store_true", help="several processes, found from SLURM, Kubernetes or MPI"

@@ -5,7 +5,9 @@ import functools
 import logging
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,6 +42,13 @@ _CUDA_OPTIONS = {
 }
 # glibc's `mallopt`: parameter and value.
 _MALLOC_OPTIONS = {"trim threshold": (-1, -1), "top pad": (-2, 64 << 20), "mmap threshold": (-3, 32 << 20)}
+# Where Linux says how much memory a container may use: control groups of version 2, and of version 1.
+_CONTAINER_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+# How long the others may work on after this process has done its part.
+_LONGEST_WAIT_S = 14 * 24 * 3600
 # How long the others may take to compile the same program.
 _COMPILE_TIMEOUT_S = 3600
 
@@ -189,6 +198,16 @@ def compiled_together(program: Any, name: str, *args: Any) -> Any:
     return compiled
 
 
+def wait_for_others(name: str) -> None:
+    """Returns when all processes have come here; one that ended earlier would take the others with it.
+
+    Args:
+        name: of the place, each once in a run.
+    """
+    if jax.process_count() > 1:
+        ocp.multihost.get_jax_distributed_client().wait_at_barrier(name, _LONGEST_WAIT_S * 1000)
+
+
 def cpu_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -237,10 +256,18 @@ def _known_to_compiler(mesh: Mesh, items: tuple[tuple[str, Any], ...]) -> bool:
     return True
 
 
-def device_memory_bytes(mesh: Mesh) -> int | None:
-    """Memory of a device, where the platform tells."""
-    stats = mesh.local_devices[0].memory_stats()
-    return None if stats is None else stats.get("bytes_limit")
+def device_memory_bytes(devices: Sequence[Any]) -> int:
+    """Memory of a device of some of this process; virtual ones share the host's."""
+    stats = devices[0].memory_stats()
+    limit = None if stats is None else stats.get("bytes_limit")
+    return limit or _host_memory_bytes() // len(devices)
+
+
+def _host_memory_bytes() -> int:
+    """Memory of this machine, or what a container leaves of it."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [path.read_text().strip() for path in _CONTAINER_LIMITS if path.is_file()]
+    return min([physical, *(int(limit) for limit in limits if limit.isdigit())])
 
 
 def put_everywhere(values: Any, sharding: Any) -> jax.Array:

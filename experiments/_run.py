@@ -8,7 +8,6 @@ import os
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,11 +33,6 @@ _LOG = logging.getLogger(__name__)
 
 # Parameters, two moments, EMA, gradients: arrays of the parameters' size that a device holds during a step.
 _COPIES = 5
-# Where Linux says how much memory a container may use: control groups of version 2, and of version 1.
-_CONTAINER_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 # Share of a device's memory that they may take; activations need the rest.
 _MEMORY_SHARE = 0.8
 
@@ -257,11 +251,12 @@ class Run:
         model = self.settings.model
         itemsize = np.dtype(model.dtype).itemsize
         needed = rows * model.width * itemsize * depth
-        available = int(self._memory_bytes() - self._state_bytes(copies))
+        available = int(self._memory_bytes() - self._state_bytes(copies) - self._encoder_bytes)
         if needed <= available or self.settings.allow_oversized:
             return
         layers = "one layer" if depth == 1 else f"{depth} layers"
         state = "the parameters leave" if copies == 1 else "parameters and optimiser leave"
+        state = f"encoders, {state}" if self._encoder_bytes else state
         raise UserError(
             f"{why}, {rows:,} of them on a device; the inputs of {layers}, {model.width} x {itemsize} bytes a token,"
             f" are {size_text(needed)}, of {size_text(max(available, 0))} that {state}. Use larger bags, more"
@@ -293,8 +288,8 @@ class Run:
             )
 
     def _memory_bytes(self) -> int:
-        """Memory of a device; virtual ones share the host's."""
-        return device_memory_bytes(self.mesh) or _host_memory_bytes() // len(self.mesh.local_devices)
+        """Memory of a device."""
+        return device_memory_bytes(self.mesh.local_devices)
 
     def _state_bytes(self, copies: int) -> int:
         """Bytes on a device of so many arrays like the trained parameters, and of frozen ones."""
@@ -302,10 +297,16 @@ class Run:
         trained = bytes_per_device(state.params, program.trained_axes, degree, copies=copies)
         return trained + bytes_per_device(state.frozen, program.frozen_axes, degree, copies=1)
 
+    @property
+    def _encoder_bytes(self) -> int:
+        """Bytes on a device of encoders that run beside the training."""
+        return 0 if self.data is None else self.data.device_bytes
+
     def _check_memory(self, copies: int) -> None:
         """Refuse parameters, optimiser and EMA that a device cannot hold, with the arithmetic."""
         degree = self.mesh.shape["shard"]
-        needed, available = self._state_bytes(copies), self._memory_bytes()
+        encoders = self._encoder_bytes
+        needed, available = self._state_bytes(copies) + encoders, self._memory_bytes()
         if needed <= _MEMORY_SHARE * available or self.settings.allow_oversized:
             return
         trained = f"{self.num_trained:,} parameters in float32, times {copies}"
@@ -315,10 +316,15 @@ class Run:
         more = (
             "" if degree == self.mesh.devices.size else f" Raise train.shards (now {degree}) to shard them,"
         )
+        beside = ""
+        if encoders:
+            beside = f", with the frozen encoders' {size_text(encoders)} {size_text(needed)}"
+            more = f" Encode beforehand with experiments.encode,{more.replace(' Raise', ' raise')}"
         raise UserError(
             f"{held}{trained}, over {degree}"
-            f" shard{'s' * (degree > 1)} are {size_text(needed)} a device, of {size_text(available)} at most"
-            f" {_MEMORY_SHARE:.0%} may be used.{more} use more devices, or set train.allow_oversized=True."
+            f" shard{'s' * (degree > 1)} are {size_text(needed - encoders)} a device{beside}, of"
+            f" {size_text(available)} at most {_MEMORY_SHARE:.0%} may be used.{more} use more devices, or set"
+            " train.allow_oversized=True."
         )
 
 
@@ -328,10 +334,3 @@ def _capacity_from_json(saved: dict[str, Any]) -> StepCapacity:
 
     routes = {name: route(value) for name, value in saved.items() if name.endswith("_route")}
     return StepCapacity(**{**saved, **routes})
-
-
-def _host_memory_bytes() -> int:
-    """Memory of this machine, or what a container leaves of it."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [path.read_text().strip() for path in _CONTAINER_LIMITS if path.is_file()]
-    return min([physical, *(int(limit) for limit in limits if limit.isdigit())])

@@ -4,12 +4,26 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from experiments._components import ModelSpec, RunSettings
 from experiments._config import UserError, checking
 from experiments._data_components import DataSpec
-from experiments.data import DataError, EncodedFolder, Source, StepSampler, ValidationSampler, split_source
+from experiments._encoding_source import EncodingSource
+from experiments.data import (
+    DataError,
+    EncodedCache,
+    EncodedFolder,
+    Source,
+    StepSampler,
+    Subset,
+    ValidationSampler,
+    split_source,
+)
 from jaxdit.models import DiTConfig
 
+# Sources of latents.
+_Encoded = EncodedFolder | EncodedCache | EncodingSource
 # Fewer held-out names than this are chosen by count and not by chance.
 _FEW_NAMES = 8
 
@@ -24,7 +38,16 @@ class Data:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
-        return max(int((s.image_lengths + s.text_lengths).max(initial=0)) for s in self.train.sources)
+        return max(
+            int((s.image_lengths + np.maximum(s.text_lengths, s.dropped_text_length)).max(initial=0))
+            for s in self.train.sources
+        )
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory that frozen encoders take on a device, where they run beside the training."""
+        wholes = map(_whole, self.train.sources)
+        return sum(whole.device_bytes for whole in wholes if isinstance(whole, EncodingSource))
 
 
 def open_data(settings: RunSettings) -> Data:
@@ -37,7 +60,7 @@ def open_data(settings: RunSettings) -> Data:
     with data_errors(), checking("data"):
         opened = spec.open()
         for source in opened:
-            if isinstance(source, EncodedFolder):
+            if isinstance(source, _Encoded):
                 _check_row_order(source, settings.model)
         sources, held_out = _divided(opened, spec, settings.seed)
         train = StepSampler(
@@ -107,11 +130,17 @@ def _check_fits_model(source: Source, model: ModelSpec) -> None:
         )
 
 
-def _check_row_order(source: EncodedFolder, model: ModelSpec) -> None:
+def _whole(source: Source) -> Source:
+    return source.whole if isinstance(source, Subset) else source
+
+
+def _check_row_order(source: _Encoded, model: ModelSpec) -> None:
     """A DiT's rows are (row, column, channel) of its own patch; FLUX.1's, (channel, row, column)."""
     wanted = isinstance(model.config, DiTConfig)
     patch = model.config.patch_size if isinstance(model.config, DiTConfig) else source.latent_patch
     if source.channels_last != wanted or source.latent_patch != patch:
+        if isinstance(source, EncodingSource):
+            raise UserError("folder.encoders makes latents for FLUX.1, text_to_image; got class_to_image.")
         raise UserError(
             f"encoded.channels_last must be {wanted} and encoded.patch {patch} for this model; got"
             f" channels_last={source.channels_last}, patch={source.latent_patch}."

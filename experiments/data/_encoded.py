@@ -15,8 +15,10 @@ from jaxtyping import Float32
 from safetensors import SafetensorError, safe_open
 
 from experiments.data._bad import BadLimit, BadTally
+from experiments.data._cache_files import EMPTY_FILE
 from experiments.data._hash import digest_of
-from experiments.data._types import BadSampleError, DataError
+from experiments.data._latents import rows_of_latents
+from experiments.data._types import BadSampleError, DataError, EmptyCaption, SampleRows, Wanted
 
 # Reading headers waits for storage more than it computes.
 _THREADS = 8
@@ -31,12 +33,15 @@ class EncodedRules:
       patch: latent pixels per patch side.
       channels_last: order inside a row: (row, column, channel) as a DiT's, or (channel, row, column) as FLUX.1's.
       max_text: most text tokens that are kept.
+      draw_latents: whether latents are drawn anew in each step where their variance is known (in a cache), or are the
+        mean.
       bad_limit: how many files may have unreadable headers.
     """
 
     patch: int = 2
     channels_last: bool = False
     max_text: int = 512
+    draw_latents: bool = True
     bad_limit: BadLimit = dataclasses.field(default_factory=BadLimit)
 
     def __post_init__(self) -> None:
@@ -81,6 +86,7 @@ class EncodedFolder:
 
     Tensors of a file, of any float dtype: `latents` (channels, height, width) or (channels, frames, height, width),
     scaled as the model takes them; `text` (tokens, features) and `pooled` (features), or `label`, one integer.
+    `empty_caption.safetensors` in the folder itself, with `text` and `pooled` alone, stands for dropped captions.
 
     Args:
       root: the folder.
@@ -95,7 +101,9 @@ class EncodedFolder:
         root = Path(root)
         if not root.is_dir():
             raise DataError(f"EncodedFolder: root must be a folder; got root={root}. Check the path.")
-        names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.safetensors"))
+        empty = root / EMPTY_FILE
+        paths = (path for path in root.rglob("*.safetensors") if path != empty)
+        names = sorted(path.relative_to(root).as_posix() for path in paths)
         if not names:
             raise DataError(
                 f"EncodedFolder: root must contain .safetensors files; got none below root={root}."
@@ -115,8 +123,36 @@ class EncodedFolder:
         self.text_lengths = np.asarray([min(x.text[0], rules.max_text) for x in headers], np.int32)
         labels = [x.label for x in headers if x.label is not None]
         self.labels = np.asarray(labels, np.int32) if labels else None
-        self.digest = digest_of([repr(rules), *(repr(header) for header in headers)])
+        self.empty_caption = read_empty_caption(empty, rules.max_text) if empty.is_file() else None
+        self._check_empty_caption()
+        self.dropped_text_length = 0 if self.empty_caption is None else len(self.empty_caption.text)
+        parts = [] if self.empty_caption is None else [x.tobytes() for x in self.empty_caption]
+        self.digest = digest_of([repr(rules), *(repr(header) for header in headers), *parts])
         self._beside = _Beside()
+
+    def read_batch(self, wanted: Sequence[Wanted]) -> list[SampleRows | BadSampleError]:
+        """See `BatchSource`: one after the other, with the features of the empty caption if there are some."""
+        return [self._read_one(one) for one in wanted]
+
+    def _read_one(self, wanted: Wanted) -> SampleRows | BadSampleError:
+        try:
+            rows = self.read(wanted.sample)
+        except BadSampleError as error:
+            return error
+        text, pooled = self.text(wanted.sample), self.pooled(wanted.sample)
+        if wanted.is_dropped:
+            text, pooled = self.empty_caption or EmptyCaption(text[:0], np.zeros_like(pooled))
+        return SampleRows(rows, text, pooled)
+
+    def _check_empty_caption(self) -> None:
+        if self.empty_caption is None:
+            return
+        found = (self.empty_caption.text.shape[1], len(self.empty_caption.pooled))
+        if found != (self.text_channels, self.pooled_channels):
+            raise DataError(
+                f"{self._root / EMPTY_FILE} must have features like the samples, {self.text_channels} of text and"
+                f" {self.pooled_channels} pooled; got {found[0]} and {found[1]}. Encode both alike."
+            )
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -180,12 +216,34 @@ class EncodedFolder:
                 raise BadSampleError(f"{key} has values that are not finite")
         latents = tensors.pop("latents")
         self._beside.keep(index, tensors)
-        c, t, h, w = header.latents
-        p = self._rules.patch
-        # (c, t, h/p, ph, w/p, pw) to (t, h/p, w/p, row)
-        blocks = latents.reshape(c, t, h // p, p, w // p, p)
-        order = (1, 2, 4, 3, 5, 0) if self._rules.channels_last else (1, 2, 4, 0, 3, 5)
-        return np.ascontiguousarray(blocks.transpose(order).reshape(t * (h // p) * (w // p), p * p * c))
+        return rows_of_latents(
+            latents.reshape(header.latents), self._rules.patch, channels_last=self._rules.channels_last
+        )
+
+
+def read_empty_caption(path: Path, max_text: int) -> EmptyCaption:
+    """The features of an empty caption.
+
+    Args:
+      path: a file with `text` and `pooled`.
+      max_text: most text rows.
+
+    Raises:
+      DataError: it cannot be read, or is something else.
+    """
+    try:
+        with safe_open(path, framework="np") as file:
+            text, pooled = (np.asarray(file.get_tensor(name), np.float32) for name in ("text", "pooled"))
+    except (SafetensorError, OSError) as error:
+        raise DataError(
+            f"{path} must hold text and pooled, the features of an empty caption; got {error}. Encode it again."
+        ) from error
+    if text.ndim != 2 or pooled.ndim != 1 or not (np.isfinite(text).all() and np.isfinite(pooled).all()):
+        raise DataError(
+            f"{path} must hold text (tokens, features) and pooled (features), finite; got shapes {text.shape} and"
+            f" {pooled.shape}. Encode it again."
+        )
+    return EmptyCaption(text[:max_text], pooled)
 
 
 _FEATURES = ("latents", "text", "pooled")

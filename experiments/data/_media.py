@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Float32, Int32, UInt8
 
 from experiments.data._bad import BadLimit
 from experiments.data._decode import FrameChoice, media_size, open_media, read_frames
@@ -101,13 +101,29 @@ class MediaSource(TableSource):
         table = SampleTable(names, names, grids, captions, _all_labels(name, entries))
         super().__init__(name, patch=rules.patch, table=table)
 
+    def caption(self, index: int) -> str:
+        """The caption as it was written."""
+        return self._entries[index].caption or ""
+
+    def file(self, index: int) -> Path:
+        """The file that a sample lies in."""
+        return self._paths[index]
+
     def read(self, index: int) -> Float32[np.ndarray, "n_img c_in"]:
         """Decodes, resizes and cuts one file."""
+        return rows_from_frames(self.frames(index), patch=self.patch)
+
+    def frames(self, index: int) -> UInt8[np.ndarray, "t y x 3"]:
+        """Decodes and resizes one file.
+
+        Raises:
+          BadSampleError: it cannot be decoded.
+        """
         entry = self._entries[index]
         frames, h, w = self.grid(index)
         choice = FrameChoice(frames, self._rules.frame_stride, h * self.patch, w * self.patch)
         with open_media(self._paths[index], entry.offset, entry.size) as file:
-            return rows_from_frames(read_frames(file, _suffix(entry.name), choice), patch=self.patch)
+            return read_frames(file, _suffix(entry.name), choice)
 
 
 def scan_media(path: Path, entry: MediaEntry) -> MediaEntry:

@@ -97,14 +97,16 @@ class StepSampler:
 def step_index(sources: Sequence[Source], t: int, drawn: Drawn) -> StepIndex:
     """Looks up sizes of drawn samples: arrays over the S sequences of a step."""
     num = len(drawn.index)
-    grid, image, text = np.zeros((num, 3), np.int32), np.zeros(num, np.int32), np.zeros(num, np.int32)
+    grid, image = np.zeros((num, 3), np.int32), np.zeros(num, np.int32)
+    text, bare = np.zeros(num, np.int32), np.zeros(num, np.int32)
     for k, source in enumerate(sources):
         where = np.flatnonzero(drawn.source == k)
         index = drawn.index[where]
         grid[where] = source.grids[index]
         image[where] = source.image_lengths[index]
         text[where] = source.text_lengths[index]
-    text = np.where(drawn.dropped, 0, text).astype(np.int32)
+        bare[where] = source.dropped_text_length
+    text = np.where(drawn.dropped, bare, text).astype(np.int32)
     stepped = _sole_stepped_source(sources)
     return StepIndex(
         step=t,
@@ -123,7 +125,8 @@ def step_index(sources: Sequence[Source], t: int, drawn: Drawn) -> StepIndex:
 
 
 def total_lengths(source: Source) -> Int[np.ndarray, " n"]:
-    return source.image_lengths.astype(np.int64) + source.text_lengths
+    """Tokens of every sample, with its caption or without, whichever is more."""
+    return source.image_lengths.astype(np.int64) + np.maximum(source.text_lengths, source.dropped_text_length)
 
 
 def _sole_stepped_source(sources: Sequence[Source]) -> SteppedSource | None:

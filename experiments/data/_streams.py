@@ -19,7 +19,8 @@ _DROPOUT_BITS = 20
 
 def expected_lengths(source: Source, caption_dropout: float) -> Float64[np.ndarray, " n"]:
     """Mean tokens of every sample when captions are dropped with some probability."""
-    return source.image_lengths + (1.0 - caption_dropout) * source.text_lengths
+    kept, bare = (1.0 - caption_dropout) * source.text_lengths, caption_dropout * source.dropped_text_length
+    return source.image_lengths + kept + bare
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,8 +83,9 @@ class Stream:
 
 def make_stream(number: int, source: Source, *, samples: float | None, caption_dropout: float) -> Stream:
     """A source with classes that suit `samples` samples per window, or with a single class; rate 0."""
-    bare = source.image_lengths.astype(np.int64)
-    lengths = bare + source.text_lengths
+    bare = source.image_lengths.astype(np.int64) + source.dropped_text_length
+    # Planning counts on captions that are no shorter than what stands in their place.
+    lengths = np.maximum(source.image_lengths.astype(np.int64) + source.text_lengths, bare)
     members = [np.arange(len(lengths))]
     if samples is not None:
         rate = samples / len(lengths)

@@ -146,6 +146,7 @@ class SyntheticCodes:
         self.grids, self.image_lengths = _stretch(np.tile(nominal, (num_steps, 1)), factor.reshape(-1))
         texts = np.random.default_rng([seed, 1]).integers(0, rows.max_text + 1, len(self.home_ranks))
         self.text_lengths = texts.astype(np.int32)
+        self.dropped_text_length = 0
         self.labels = _labels(seed, len(self.home_ranks), rows.num_classes)
         self.digest = digest_of([codes, repr(rows), repr((self.num_ranks, num_steps, seed))])
 

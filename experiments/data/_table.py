@@ -58,6 +58,7 @@ class TableSource:
 
     text_channels = 0
     pooled_channels = 0
+    dropped_text_length = 0
 
     def __init__(self, name: str, *, patch: int, table: SampleTable):
         self.name = name

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
@@ -18,6 +19,18 @@ class DataError(RuntimeError):
 
 class BadSampleError(Exception):
     """One sample cannot be decoded; the reader counts it and keeps its place in the step."""
+
+
+class EmptyCaption(NamedTuple):
+    """Features of an empty text: what FLUX.1 and its like read where a caption is dropped.
+
+    Attributes:
+      text: float32 (rows, text_channels).
+      pooled: float32 (pooled_channels,).
+    """
+
+    text: Float32[np.ndarray, "n_txt c_txt"]
+    pooled: Float32[np.ndarray, " c_pool"]
 
 
 @runtime_checkable
@@ -35,6 +48,8 @@ class Source(Protocol):
         published formula gives counts that no rectangle has: there the last of the t * h * w are missing.
       text_lengths: text tokens of every sample.
       labels: class of every sample, at least 0; None where the samples have none.
+      dropped_text_length: text tokens of a sample whose caption is dropped; more than 0 (those of an empty caption)
+        only where the source is a `BatchSource`.
       digest: hash of names, sizes, captions and labels; equal on two processes (or before and after a resume)
         exactly when they see the same data.
     """
@@ -48,6 +63,7 @@ class Source(Protocol):
     image_lengths: Int32[np.ndarray, " n"]
     text_lengths: Int32[np.ndarray, " n"]
     labels: Int32[np.ndarray, " n"] | None
+    dropped_text_length: int
     digest: str
 
     def __len__(self) -> int:
@@ -79,6 +95,39 @@ class Source(Protocol):
         ...
 
 
+class Wanted(NamedTuple):
+    """A sample of a step that a reader asks for.
+
+    Attributes:
+      sample: its number in the source.
+      is_dropped: whether its caption is dropped.
+      device: its home device, counted among this process's.
+      draw: (seed, step, sequence), which name what is random about it.
+    """
+
+    sample: int
+    is_dropped: bool
+    device: int
+    draw: tuple[int, int, int]
+
+
+class SampleRows(NamedTuple):
+    """A sample as a step has it: image rows, text rows and the text vector, as in `Source`."""
+
+    rows: Float32[np.ndarray, "n_img c_in"]
+    text: TextRows
+    pooled: Float32[np.ndarray, " c_pool"]
+
+
+@runtime_checkable
+class BatchSource(Source, Protocol):
+    """A source that reads the samples of a step together, draws anew in each step, or has an empty caption."""
+
+    def read_batch(self, wanted: Sequence[Wanted]) -> list[SampleRows | BadSampleError]:
+        """The samples asked for, in that order; for each that cannot be read the reason."""
+        ...
+
+
 @runtime_checkable
 class SteppedSource(Source, Protocol):
     """A source that says itself which samples form a step and on which rank each one starts."""
@@ -99,7 +148,7 @@ class StepIndex:
       epoch: how often the source had been read through before.
       grid: patches (t, h, w).
       image_lengths: image tokens.
-      text_lengths: text tokens, 0 where the caption is dropped.
+      text_lengths: text tokens; those of the empty caption, or 0, where the caption is dropped.
       lengths: image + text tokens.
       dropped: True where the caption and the label are dropped (for classifier-free guidance).
       loss_weight: weight of the sequence's tokens in the loss.
@@ -161,7 +210,7 @@ class StepData:
       sequences: global sequence ids of the local sequences, ascending.
       rows: per local sequence, image rows (n_img, c_in); zeros for an unreadable one.
       text: per local sequence, byte tokens (n_txt, 8) or features (n_txt, c_txt).
-      pooled: per local sequence, (c_pool,); zeros where the caption is dropped.
+      pooled: per local sequence, (c_pool,); that of the empty caption, or zeros, where the caption is dropped.
       loss_weight: per local sequence; 0 for an unreadable one.
       channels, text_channels, pooled_channels: as in `Source`; a process without a sequence needs them too.
       bad: names of the local samples that could not be read.

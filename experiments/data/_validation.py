@@ -40,31 +40,41 @@ class Subset:
         self.image_lengths = source.image_lengths[self._indices]
         self.text_lengths = source.text_lengths[self._indices]
         self.labels = None if source.labels is None else source.labels[self._indices]
+        self.dropped_text_length = source.dropped_text_length
         self.digest = digest_of([source.digest, self._indices.tobytes()])
 
     def __len__(self) -> int:
         """Number of samples."""
         return len(self._indices)
 
+    @property
+    def whole(self) -> Source:
+        """The source that these are of."""
+        return self._source
+
+    def index_in_whole(self, index: int) -> int:
+        """A sample's number there."""
+        return int(self._indices[index])
+
     def sample_name(self, index: int) -> str:
         """The sample's name in the whole."""
-        return self._source.sample_name(int(self._indices[index]))
+        return self._source.sample_name(self.index_in_whole(index))
 
     def split_name(self, index: int) -> str:
         """What a split keeps together."""
-        return self._source.split_name(int(self._indices[index]))
+        return self._source.split_name(self.index_in_whole(index))
 
     def text(self, index: int) -> TextRows:
         """Caption bytes or features."""
-        return self._source.text(int(self._indices[index]))
+        return self._source.text(self.index_in_whole(index))
 
     def pooled(self, index: int) -> Float32[np.ndarray, " c_pool"]:
         """The per-sequence text vector."""
-        return self._source.pooled(int(self._indices[index]))
+        return self._source.pooled(self.index_in_whole(index))
 
     def read(self, index: int) -> Float32[np.ndarray, "n_img c_in"]:
         """Image rows."""
-        return self._source.read(int(self._indices[index]))
+        return self._source.read(self.index_in_whole(index))
 
 
 def split_source(
@@ -134,6 +144,7 @@ class ValidationSampler:
 
     def __init__(self, sources: Sequence[Source], *, token_budget: int, max_sequences: int | None = None):
         self.sources = tuple(sources)
+        self.seed = 0  # every validation sees the same latents
         if any(isinstance(s, SteppedSource) for s in self.sources):
             raise ValueError(
                 "ValidationSampler: synthetic codes decide their own steps; got one as a source. Validate on "

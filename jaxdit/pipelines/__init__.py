@@ -4,6 +4,7 @@ from ._dit import DiTPipeline as DiTPipeline
 from ._flux import FluxPipeline as FluxPipeline
 from ._flux_encoders import EncoderParams as EncoderParams
 from ._flux_encoders import FluxEncoders as FluxEncoders
+from ._flux_encoders import encoder_bytes as encoder_bytes
 from ._flux_folder import FluxConfigs as FluxConfigs
 from ._flux_folder import FluxFolder as FluxFolder
 from ._open import default_size as default_size
@@ -17,5 +18,6 @@ __all__ = [
     "FluxFolder",
     "FluxPipeline",
     "default_size",
+    "encoder_bytes",
     "open_pipeline",
 ]

@@ -1,5 +1,6 @@
 """FLUX.1's encoders: captions and pictures to what its transformer is trained on."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,8 +15,16 @@ from jaxtyping import Array, Int, UInt8
 from ..encoders import AutoencoderKL, ClipTextEncoder, LatentPosterior, PictureRows, T5Encoder
 from ..models import LayerScan
 from ..sampling import ShardedModule
+from ..weights import abstract_params
 from ._flux_folder import FluxFolder
 from ._text_program import TextProgram, clip_pooled, t5_features
+
+# Temporaries in arrays of the finest layers' size: 3 as compiled for H100, and one for what convolutions ask for.
+_PICTURE_ARRAYS = 4
+# Bytes of temporaries for a hidden channel of a row of T5's MLP (4 as compiled for H100), beside two blocks of scores
+# of at most so many bytes.
+_BYTES_PER_HIDDEN = 6
+_SCORE_BYTES = 128 << 20
 
 
 class EncoderParams(NamedTuple):
@@ -24,14 +33,6 @@ class EncoderParams(NamedTuple):
     t5: Any
     clip: Any
     vae: Any
-
-    def on(self, device: Any) -> "EncoderParams":
-        """The copy that a device holds of parameters that all devices have."""
-
-        def copy(x: jax.Array) -> jax.Array:
-            return next(shard.data for shard in x.addressable_shards if shard.device == device)
-
-        return jax.tree.map(copy, self)
 
 
 class FluxEncoders:
@@ -112,6 +113,29 @@ class FluxEncoders:
         """
         args = jax.device_put((pixels, sizes.astype(np.int32)), self._by_device)
         return self._posterior(self.params.vae, *args)
+
+
+def encoder_bytes(folder: FluxFolder, *, latent_pixels: int, captions: int, t5_degree: int = 1) -> int:
+    """Memory of a device that holds the encoders and runs them, about: parameters, and what a batch needs beside them.
+
+    Args:
+        folder: of the pipeline.
+        latent_pixels: of the pictures that the device encodes together.
+        captions: that it encodes together.
+        t5_degree: devices that share a copy of T5's parameters.
+    """
+    configs, itemsize = folder.configs, folder.dtype.itemsize
+
+    def count(params: Any) -> int:
+        return sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+
+    text = count(abstract_params(configs.t5)) // t5_degree + count(abstract_params(configs.clip))
+    autoencoder = 4 * count(abstract_params(configs.vae)["encoder"])
+    finest = latent_pixels * configs.vae.factor**2 * configs.vae.block_out_channels[0]
+    rows = captions * folder.text_tokens
+    scores = min(_SCORE_BYTES, 4 * rows * folder.text_tokens * configs.t5.num_heads)
+    hidden = rows * configs.t5.mlp_width * _BYTES_PER_HIDDEN
+    return text * itemsize + autoencoder + max(_PICTURE_ARRAYS * finest * itemsize, hidden + 2 * scores)
 
 
 def _load(

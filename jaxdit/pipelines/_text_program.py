@@ -69,9 +69,3 @@ class TextProgram:
         return self._encode(
             self._params, jax.make_array_from_process_local_data(self._captions, ids, ids.shape)
         )
-
-    def lowered(self, ids: Int[np.ndarray, "b l"]) -> Any:
-        """The program of `batch`, for those who look at what is compiled."""
-        return self._encode.lower(
-            self._params, jax.ShapeDtypeStruct(ids.shape, ids.dtype, sharding=self._captions)
-        )

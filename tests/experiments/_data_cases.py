@@ -24,6 +24,7 @@ class ListSource:
     channels = CHANNELS
     text_channels = 0
     pooled_channels = 0
+    dropped_text_length = 0
 
     def __init__(self, name, image_lengths, text_lengths=None, bad=(), labels=None):
         self.name = name

@@ -39,6 +39,7 @@ NOT_COMPILED = {
     "sample_every",
     "sample_prompts",
     "on_nonfinite",
+    "data",
 }
 _programs = {}
 _runs = {}
@@ -50,7 +51,7 @@ def _compiled_config():
             (selector, name, str(value))
             for (_, selector), values in gin_config._CONFIG.items()
             for name, value in values.items()
-            if selector != "data.quickstart" and name not in NOT_COMPILED
+            if not selector.startswith("data.") and name not in NOT_COMPILED
         )
     )
 

@@ -189,7 +189,7 @@ def test_sampling_is_priced_without_optimiser_and_for_one_layer(opened, monkeypa
     layer = 80 * 80 * model.width * np.dtype(model.dtype).itemsize
     enough = run._state_bytes(1) + layer
     assert enough < run._state_bytes(5) + model.depth * layer
-    monkeypatch.setattr("experiments._run.device_memory_bytes", lambda mesh: enough)
+    monkeypatch.setattr("experiments._run.device_memory_bytes", lambda devices: enough)
     check_requests([picture], run)
     with pytest.raises(UserError, match=r"the inputs of one layer.* that the parameters leave"):
         check_requests([dataclasses.replace(picture, height=648)], run)
