@@ -97,7 +97,9 @@ def sampled_inputs(
         labels = shape(branches, requests, dtype=np.int32)
     elif isinstance(model.config, MMDiTConfig):
         longest = max(int(source.text_lengths.max(initial=1)) for source in sources)
-        text = shape(branches, requests, longest, model.config.text_channels)
+        # Features of bytes are float32, those of T5 as it computes.
+        dtype = model.dtype if model.max_text is None else np.float32
+        text = shape(branches, requests, longest, model.config.text_channels, dtype=dtype)
         pooled = shape(branches, requests, model.config.pooled_channels)
     given = Conditions(
         text=text,
