@@ -123,9 +123,8 @@ def generate(engine: Engine, requests: list[Request]) -> list[Sample]:
     Raises:
         UserError: for a request that cannot be made.
     """
-    with checking():
-        requests = engine.checked(requests)
-    with logging_redirect_tqdm(), tqdm(unit="evaluation", disable=jax.process_index() != 0) as bar:
+    show = jax.process_index() == 0
+    with checking(), logging_redirect_tqdm(), tqdm(unit="evaluation", disable=not show) as bar:
 
         def progress(done: int, evaluations: int) -> None:
             bar.total = evaluations

@@ -74,22 +74,27 @@ def main(argv: Sequence[str]) -> int:
     """Sample the prompts in one batch and write a file for each. Returns the exit code, 1 if a picture failed."""
     args = _parser().parse_args(argv)
     log_to_stderr()
-    if args.workdir is None and args.model is None:
-        raise UserError("--workdir or --model must say what to sample.")
-    args.prompt += _prompts(args.prompts)
-    if not args.prompt:
-        raise UserError("--prompt or --prompts must give a caption.")
-    if args.step_cache_error and args.step_cache is None:
-        raise UserError("--step-cache-error is of --step-cache, which is missing.")
-    if args.batch < 1:
-        raise UserError(f"--batch is at least 1; got {args.batch}.")
+    _check(args)
     requests = _requests(args)
     paths = _paths(args, requests, Path("samples") if args.workdir is None else args.workdir / "samples")
+    if not args.process_id:  # the first process writes
+        from experiments._disk import check_file_writable
+
+        check_file_writable(args.out, option="--out")
+        check_file_writable(args.sheet, option="--sheet")
+    import jax
+
+    from experiments._config import checking
+    from experiments._disk import check_writable
     from experiments._engine import generate
     from experiments._platform import ProcessSettings
     from experiments._sampling import open_asked_engine
 
     engine = open_asked_engine(args, requests, ProcessSettings(**process_options(args)))
+    with checking():
+        engine.checked(requests)
+    if jax.process_index() == 0:
+        check_writable(paths[0].parent, option="--out")
     drawn = []
     for start in range(0, len(requests), args.batch):
         here = slice(start, start + args.batch)
@@ -105,6 +110,19 @@ def main(argv: Sequence[str]) -> int:
     if args.sheet is not None and drawn:
         _write_sheet(args.sheet, drawn)
     return int(len(drawn) < len(requests))
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse options that do not go together, and take the captions of a file."""
+    if args.workdir is None and args.model is None:
+        raise UserError("--workdir or --model must say what to sample.")
+    args.prompt += _prompts(args.prompts)
+    if not args.prompt:
+        raise UserError("--prompt or --prompts must give a caption.")
+    if args.step_cache_error and args.step_cache is None:
+        raise UserError("--step-cache-error is of --step-cache, which is missing.")
+    if args.batch < 1:
+        raise UserError(f"--batch is at least 1; got {args.batch}.")
 
 
 def _requests(args: argparse.Namespace) -> list[Any]:
